@@ -23,6 +23,7 @@ from vitral.inference.predictor import Predictor
 from vitral.models.vit import Positions, ViTConfig
 from vitral.reporting.terminal.faithfulness import faithfulness_to_dict
 from vitral.runs.model_io import ModelConfig
+from vitral.utils.intervals import Interval
 from vitral.utils.json_toml import dump_json
 
 
@@ -87,17 +88,17 @@ def test_pair_model_embeds_each_half_like_a_single_image(positions: Positions) -
 
 def test_bootstrap_interval_agrees_with_the_normal_approximation() -> None:
     values = torch.from_numpy(np.random.default_rng(1).normal(3, 2, size=400))
-    score = f.bootstrap(values)
+    score = f.bootstrap_mean(values)
     error = float(values.std()) / 20
-    assert score.mean == pytest.approx(float(values.mean()))
-    assert score.low == pytest.approx(score.mean - 1.96 * error, abs=0.2 * error)
-    assert score.high == pytest.approx(score.mean + 1.96 * error, abs=0.2 * error)
+    assert score.value == pytest.approx(float(values.mean()))
+    assert score.low == pytest.approx(score.value - 1.96 * error, abs=0.2 * error)
+    assert score.high == pytest.approx(score.value + 1.96 * error, abs=0.2 * error)
 
 
 def row_with_gains(name: str, seconds: float = 1.0, **gains: tuple[float, float]) -> f.MethodScore:
     """A row with the mean and the lower end of its gains over random heatmaps."""
-    zero = f.MeanWithInterval(mean=0, low=0, high=0)
-    intervals = {test: f.MeanWithInterval(mean=mean, low=low, high=2 * mean) for test, (mean, low) in gains.items()}
+    zero = Interval(value=0, low=0, high=0)
+    intervals = {test: Interval(value=mean, low=low, high=2 * mean) for test, (mean, low) in gains.items()}
     return f.MethodScore(
         method=name, deletion=zero, insertion=zero, pointing=zero, gains=intervals,  # type: ignore[arg-type]
         seconds=seconds, deletion_curve=(), insertion_curve=(),
@@ -144,8 +145,8 @@ def test_gains_are_paired_by_image() -> None:
     assert row.beats_random("deletion")
     assert row.beats_random("insertion")
     assert not row.beats_random("pointing")
-    assert row.gains["deletion"].mean == pytest.approx(0.05, abs=1e-6)
-    assert row.gains["insertion"].mean == pytest.approx(0.05 + float(noise.mean()), abs=1e-6)
+    assert row.gains["deletion"].value == pytest.approx(0.05, abs=1e-6)
+    assert row.gains["insertion"].value == pytest.approx(0.05 + float(noise.mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -184,11 +185,13 @@ def test_all_methods_are_measured_reproducibly(cpu: Hardware) -> None:
     }
     assert len(probabilities) == 1, "all curves start or end with the whole image"
     for row in result.rows:
-        assert row.deletion.low <= row.deletion.mean <= row.deletion.high
+        assert row.deletion.low <= row.deletion.value <= row.deletion.high
     repeated = f.measure_faithfulness(make_predictor(cpu), split, methods[:1], num_images=8, num_pairs=6)
     assert repeated.rows[0].deletion == result.rows[0].deletion
     assert result.best is None, "8 images are too few"
-    assert json.loads(dump_json(faithfulness_to_dict(result)))["rows"][0]["gains"].keys() >= {"deletion", "insertion"}
+    row = json.loads(dump_json(faithfulness_to_dict(result)))["rows"][0]
+    assert row["gains"].keys() >= {"deletion", "insertion"}
+    assert row["deletion"].keys() == row["gains"]["insertion"].keys() == {"mean", "low", "high"}
 
 
 def test_too_few_images_or_classes(cpu: Hardware) -> None:

@@ -37,6 +37,7 @@ from vitral.explain.pair import widen_for_pair
 from vitral.explain.registry import METHODS
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import Grid, ViT
+from vitral.utils.intervals import Interval
 
 MAX_BATCH_SIZE = 128  # images per forward pass
 MAP_BATCH_SIZE = 16  # images per heatmap batch, limited by attention and its gradients
@@ -52,23 +53,14 @@ HeatmapFn = Callable[[Tensor, Tensor], Tensor]  # normalised images (B, C, H, W)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanWithInterval:
-    """A mean over images or pairs, with a 95% bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class MethodScore:
-    """Faithfulness of one method."""
+    """Faithfulness of one method: means over images or pairs, with 95% bootstrap intervals."""
 
     method: str
-    deletion: MeanWithInterval
-    insertion: MeanWithInterval
-    pointing: MeanWithInterval | None  # None if no pair was recognised
-    gains: Mapping[Test, MeanWithInterval]  # over random heatmaps, paired by image; positive is better
+    deletion: Interval
+    insertion: Interval
+    pointing: Interval | None  # None if no pair was recognised
+    gains: Mapping[Test, Interval]  # over random heatmaps, paired by image; positive is better
     seconds: float  # per heatmap
     deletion_curve: tuple[float, ...]  # mean probability, from nothing covered to everything
     insertion_curve: tuple[float, ...]
@@ -94,9 +86,9 @@ class FaithfulnessResult:
             is_small = min(self.images, self.pairs or self.images) < MIN_IMAGES
             return f"No method can be recommended for this model: {few if is_small else none}"
         row = next(row for row in self.rows if row.method == self.best)
-        scores = [f"insertion {row.insertion.mean:.2f}", f"deletion {row.deletion.mean:.2f}"]
+        scores = [f"insertion {row.insertion.value:.2f}", f"deletion {row.deletion.value:.2f}"]
         if row.pointing is not None:
-            scores.append(f"pointing {row.pointing.mean:.0%}")
+            scores.append(f"pointing {row.pointing.value:.0%}")
         return f"Recommended for this model: {self.best} ({', '.join(scores)}), better than random in every test"
 
 
@@ -107,7 +99,6 @@ def measure_faithfulness(
     *,
     num_images: int = 64,
     num_pairs: int = 64,
-    seed: int = 0,
     log: Callable[[str], None] = lambda name: None,
 ) -> FaithfulnessResult:
     """Run all tests for all methods on random images of `split`, which must have the model's input size."""
@@ -119,7 +110,7 @@ def measure_faithfulness(
         )
     if isinstance(split.images, VariableSizeImages):
         split = replace(split, images=to_one_size(split.images, predictor.model_config.preprocessing))
-    model, rng = predictor.model, torch.Generator().manual_seed(seed)
+    model, rng = predictor.model, torch.Generator().manual_seed(0)
     indices = torch.randperm(len(split), generator=rng)[:num_images]
     images = normalise_images(predictor, split.images[indices])
     predicted = batched_logits(model, images).argmax(dim=1)
@@ -185,12 +176,12 @@ def _score_method(
 def method_score(name: str, scores: _Scores, random: _Scores) -> MethodScore:
     """Means with intervals, and the gains over random heatmaps."""
     baseline = random.values()
-    gains = {test: bootstrap(values - baseline[test]) for test, values in scores.values().items()}
+    gains = {test: bootstrap_mean(values - baseline[test]) for test, values in scores.values().items()}
     return MethodScore(
         method=name,
-        deletion=bootstrap(area_under_curve(scores.deletion_curves)),
-        insertion=bootstrap(area_under_curve(scores.insertion_curves)),
-        pointing=bootstrap(scores.hits) if len(scores.hits) else None,
+        deletion=bootstrap_mean(area_under_curve(scores.deletion_curves)),
+        insertion=bootstrap_mean(area_under_curve(scores.insertion_curves)),
+        pointing=bootstrap_mean(scores.hits) if len(scores.hits) else None,
         gains={} if name == RANDOM else gains,
         seconds=scores.seconds,
         deletion_curve=tuple(scores.deletion_curves.mean(dim=0).tolist()),
@@ -216,7 +207,7 @@ def recommend(rows: Sequence[MethodScore], images: int, pairs: int) -> str | Non
     candidates = [row for row in rows if row.gains and all(row.beats_random(test) for test in row.gains)]
     ranks = {
         row.method: sum(
-            sum(other.gains[test].mean > gain.mean for other in candidates) for test, gain in row.gains.items()
+            sum(other.gains[test].value > gain.value for other in candidates) for test, gain in row.gains.items()
         )
         for row in candidates
     }
@@ -330,9 +321,9 @@ def normalise_images(predictor: Predictor, images_BCHW: Tensor) -> Tensor:
     return predictor.model_config.preprocessing.normalise(images_BCHW.to(predictor.hardware.device))
 
 
-def bootstrap(values_N: Tensor, seed: int = 0) -> MeanWithInterval:
+def bootstrap_mean(values_N: Tensor, seed: int = 0) -> Interval:
     """Mean and the percentile bootstrap interval of the mean (95%)."""
     values = values_N.numpy()
     drawn = np.random.default_rng(seed).integers(len(values), size=(NUM_RESAMPLES, len(values)))
     low, high = np.quantile(values[drawn].mean(axis=1), [0.025, 0.975])
-    return MeanWithInterval(mean=float(values.mean()), low=float(low), high=float(high))
+    return Interval(value=float(values.mean()), low=float(low), high=float(high))

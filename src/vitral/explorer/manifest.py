@@ -85,7 +85,7 @@ def faithfulness_entry(result: FaithfulnessResult, source: str) -> dict[str, Any
 
     "best" has the best mean rank of the methods that beat random heatmaps in every test; None if there are none.
     """
-    rows = sorted(result.rows, key=lambda row: row.insertion.mean - row.deletion.mean, reverse=True)
+    rows = sorted(result.rows, key=lambda row: row.insertion.value - row.deletion.value, reverse=True)
     return {
         "best": result.best,
         "images": result.images,
@@ -95,10 +95,10 @@ def faithfulness_entry(result: FaithfulnessResult, source: str) -> dict[str, Any
         "scores": [
             {
                 "method": row.method,
-                "score": round(row.insertion.mean - row.deletion.mean, 4),
-                "insertion": round(row.insertion.mean, 4),
-                "deletion": round(row.deletion.mean, 4),
-                "pointing": None if row.pointing is None else round(row.pointing.mean, 4),
+                "score": round(row.insertion.value - row.deletion.value, 4),
+                "insertion": round(row.insertion.value, 4),
+                "deletion": round(row.deletion.value, 4),
+                "pointing": None if row.pointing is None else round(row.pointing.value, 4),
                 "beats_random": bool(row.gains) and all(row.beats_random(test) for test in row.gains),
             }
             for row in rows

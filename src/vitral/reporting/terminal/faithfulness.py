@@ -7,7 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vitral.explain.faithfulness import RANDOM, FaithfulnessResult, MeanWithInterval, Test
+from vitral.explain.faithfulness import RANDOM, FaithfulnessResult, Test
+from vitral.utils.intervals import Interval
 from vitral.utils.serialization import to_dict
 
 
@@ -18,10 +19,10 @@ def print_faithfulness(result: FaithfulnessResult) -> None:
     table.add_column("method", no_wrap=True)
     for name in ("deletion ↓", "insertion ↑", "pointing ↑", "s/image"):
         table.add_column(name, justify="right")
-    order = sorted(result.rows, key=lambda row: (row.method == RANDOM, row.deletion.mean - row.insertion.mean))
+    order = sorted(result.rows, key=lambda row: (row.method == RANDOM, row.deletion.value - row.insertion.value))
     for row in order:
         style = "bold" if row.method == result.best else "dim" if row.method == RANDOM else ""
-        scores: tuple[tuple[Test, MeanWithInterval | None], ...] = (
+        scores: tuple[tuple[Test, Interval | None], ...] = (
             ("deletion", row.deletion),
             ("insertion", row.insertion),
             ("pointing", row.pointing),
@@ -44,16 +45,20 @@ def print_faithfulness(result: FaithfulnessResult) -> None:
         console.print("More images give narrower intervals, for example --images 200")
 
 
-def format_score(score: MeanWithInterval | None, percent: bool = False) -> str:
+def format_score(score: Interval | None, percent: bool = False) -> str:
     if score is None:
         return "–"
     if percent:
-        return f"{score.mean:.0%} ({100 * score.low:.0f}–{100 * score.high:.0f})"
-    return f"{score.mean:.2f} ({score.low:.2f}–{score.high:.2f})"
+        return f"{score.value:.0%} ({100 * score.low:.0f}–{100 * score.high:.0f})"
+    return f"{score.value:.2f} ({score.low:.2f}–{score.high:.2f})"
 
 
 def faithfulness_to_dict(result: FaithfulnessResult) -> dict[str, Any]:
-    values: dict[str, Any] = to_dict(result)
-    for row in values["rows"]:
-        row["gains"] = {test: to_dict(gain) for test, gain in row["gains"].items()}
-    return values
+    """JSON form, in which the value of an interval is called mean."""
+
+    def rename(values: Any) -> Any:
+        if isinstance(values, dict):
+            return {"mean" if name == "value" else name: rename(item) for name, item in values.items()}
+        return [rename(item) for item in values] if isinstance(values, list) else values
+
+    return dict(rename(to_dict(result)))
