@@ -190,7 +190,7 @@ def test_batch_files_have_one_record_per_image_with_intervals(
     predictor, out = vitral.load(run), tmp_path / f"predictions.{suffix}"
     (tmp_path / "broken.png").write_text("not an image")
     images = [listing.parent / "images" / "000.png", tmp_path / "broken.png"]
-    assert predict_to_file(predictor, images, out, quiet=True) == 1
+    assert predict_to_file(predictor, images, out) == 1
     expected = predictor.predict(images[0])
     if suffix == "parquet":
         rows = {row["file"]: row for row in parquet.read_table(out).to_pylist()}

@@ -112,7 +112,7 @@ def test_a_file_that_is_not_the_result_of_this_job_is_not_replaced(
     model_dir: Path, images: Path, tmp_path: Path
 ) -> None:
     predictor, out = Predictor.load(model_dir, device="cpu"), tmp_path / "predictions.csv"
-    predict_to_file(predictor, [images / "0"], out, quiet=True)
+    predict_to_file(predictor, [images / "0"], out)
     with pytest.raises(VitralError, match="predictions of other images"):
         predict_to_file(predictor, [images / "2"], out)
     with pytest.raises(VitralError, match="with another --top"):
@@ -131,11 +131,11 @@ def test_a_kill_between_the_result_and_the_cleanup_is_a_finished_job(
     predictor: Predictor, images: Path, tmp_path: Path
 ) -> None:
     out, parts = tmp_path / "predictions.jsonl", tmp_path / "predictions.jsonl.parts"
-    predict_to_file(predictor, [images], out, quiet=True)
+    predict_to_file(predictor, [images], out)
     parts.mkdir()
     (parts / "part-0-000002.jsonl").write_text("{}")
     again = RecordingPredictor(predictor)
-    assert predict_to_file(again, [images], out, quiet=True) == 0
+    assert predict_to_file(again, [images], out) == 0
     assert again.predicted == []
     assert not parts.exists()
 
@@ -146,7 +146,7 @@ def test_predictions_in_the_file_are_those_of_the_predictor(predictor: Predictor
     out = tmp_path / "predictions.parquet"
     calibration = Calibration(prediction_sets=ConformalSets(coverage=0.9, threshold=0.15, images=99))
     predictor.model_config = replace(predictor.model_config, calibration=calibration)
-    predict_to_file(predictor, [images], out, top=6, quiet=True)
+    predict_to_file(predictor, [images], out, top=6)
     rows = {row["file"]: row for row in pyarrow.parquet.read_table(out).to_pylist()}
     for prediction in predictor.predict_files([images]):
         row = rows[prediction.source]
@@ -243,7 +243,7 @@ def test_a_bounded_number_of_images_is_decoded_ahead(predictor: Predictor, image
             return super().predict_batch(batch, top)
 
     counting = CountingPredictor(predictor)
-    predict_to_file(counting, [images], tmp_path / "predictions.jsonl", quiet=True)
+    predict_to_file(counting, [images], tmp_path / "predictions.jsonl")
     assert len(counting.predicted) == NUM_IMAGES
     assert counting.max_ahead <= 5 * predictor.engine.batch_size
 
@@ -255,7 +255,7 @@ from vitral.inference import batch_predict
 from vitral.inference.predictor import Predictor
 batch_predict.PART_SIZE = 4
 predictor = Predictor.load(sys.argv[1], device="cpu")
-sys.exit(batch_predict.predict_to_file(predictor, [Path(sys.argv[2])], Path(sys.argv[3]), quiet=True))
+sys.exit(batch_predict.predict_to_file(predictor, [Path(sys.argv[2])], Path(sys.argv[3])))
 """
 
 

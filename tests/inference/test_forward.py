@@ -1,4 +1,4 @@
-"""Forward passes over datasets: batching, progress, features and invalid input."""
+"""Forward passes over datasets: batching, features and invalid input."""
 
 from __future__ import annotations
 
@@ -55,13 +55,9 @@ def test_a_batch_is_normalised_in_the_memory_of_its_fp32_copy(dtype: torch.dtype
     assert torch.equal(images, original)
 
 
-def test_progress_is_reported_between_batches() -> None:
+def test_a_single_rank_computes_all_logits() -> None:
     images = torch.randint(0, 256, (10, 1, 4, 4), dtype=torch.uint8)
-    completed: list[int] = []
-    logits = compute_logits_distributed(
-        nn.Flatten(), images, PREPROCESSING, cpu_fp32(), batch_size=4, progress=completed.append
-    )
-    assert completed == [4, 8]
+    logits = compute_logits_distributed(nn.Flatten(), images, PREPROCESSING, cpu_fp32())
     torch.testing.assert_close(logits, compute_logits(nn.Flatten(), images, PREPROCESSING, cpu_fp32()))
 
 

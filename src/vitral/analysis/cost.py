@@ -23,6 +23,7 @@ from vitral.models.vit import ViT, ViTConfig
 ParallelStrategy = Literal["ddp", "fsdp"]
 GB = 10**9
 GIB = 2**30
+MAX_GPUS = 2**12  # that `min_gpus` tries
 CUDA_CONTEXT = 1.5 * GIB  # driver, library workspaces, communication buffers; measured: 0.5 to 2 GiB
 FRAGMENTATION = 0.06  # fraction of the memory that the allocator cannot use
 
@@ -316,12 +317,10 @@ class CostEstimate:
                 return candidate, checkpointing, reason
         return strategy or ("fsdp" if self.gpus > 1 else "ddp"), True, "does not fit"
 
-    def min_gpus(
-        self, strategy: ParallelStrategy | None = None, limit: int = 4096
-    ) -> tuple[int, ParallelStrategy, bool] | None:
+    def min_gpus(self, strategy: ParallelStrategy | None = None) -> tuple[int, ParallelStrategy, bool] | None:
         """The smallest power of two of GPUs on which this batch fits without more gradient accumulation."""
-        for power in range(limit.bit_length()):
-            estimate = replace(self, gpus=min(2**power, limit))
+        for power in range(MAX_GPUS.bit_length()):
+            estimate = replace(self, gpus=2**power)
             if estimate.gpus > max(self.batch_size, 1):
                 return None
             recommended, checkpointing, _ = estimate.recommend(strategy)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import zlib
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from vitral.models.vit import QKVLinear, ViT
 
 Precision = Literal["auto", "fp32", "bf16", "int8"]
-PRECISIONS = get_args(Precision)
 MAX_FP32_PARAMETERS = 1_000_000  # larger models are stored in bf16
 MAX_BF16_PARAMETERS = 4_000_000  # larger models are stored in int8
 INT8_MAX = 127

@@ -77,15 +77,15 @@ class ExportWrapper(nn.Module):
         return *(tokens.float() for tokens in trace.tokens), trace.logits.float()
 
 
-def example_images(config: ModelConfig, count: int = 2) -> Tensor:
-    """Images with the shape of the model's input, for tracing."""
+def example_images(config: ModelConfig) -> Tensor:
+    """Two images with the shape of the model's input, for tracing."""
     C, (H, W) = config.preprocessing.channels, config.preprocessing.image_size
     if config.architecture.image_size != (H, W):
         raise VitralError(
             f"the architecture expects images of {config.architecture.image_size}, the preprocessing returns {(H, W)}",
             "Correct image_size in its config.json",
         )
-    return (torch.arange(count * C * H * W) * 37 % 256).to(config.preprocessing.torch_dtype).view(count, C, H, W)
+    return (torch.arange(2 * C * H * W) * 37 % 256).to(config.preprocessing.torch_dtype).view(2, C, H, W)
 
 
 def capture_graph(module: ExportWrapper, images: Tensor) -> torch.export.ExportedProgram:

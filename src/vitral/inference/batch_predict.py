@@ -26,6 +26,7 @@ import torch
 
 from vitral.data.decode import SUPPORTED_FORMATS
 from vitral.data.files.walk import SkippedFiles, iter_images
+from vitral.distributed.world import World
 from vitral.errors import Interrupted, VitralError, shell_quote, truncate_list
 from vitral.inference.prediction import (
     Prediction,
@@ -47,9 +48,7 @@ SUFFIXES = (".parquet", ".csv", ".jsonl")
 ARROW_BATCH_SIZE = 10_000
 
 
-def predict_to_file(
-    predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int = 3, quiet: bool = False
-) -> int:
+def predict_to_file(predictor: Predictor, paths: Sequence[Path], out: Path, *, top: int = 3) -> int:
     """Write exactly one prediction per image in `paths` to `out`. Returns 1 if some could not be read, otherwise 0.
 
     After an interruption the same call continues; the predictions made so far are kept. If the job is finished already,
@@ -59,10 +58,10 @@ def predict_to_file(
     job = _Job(predictor, paths, out, top)
     summary = world.broadcast_from_rank0(job.prepare)
     if summary is not None:
-        if world.is_rank0 and not quiet:
+        if world.is_rank0:
             print(f"{summary}. Finished before, nothing to do")
         return 0
-    progress, skipped = _Progress(quiet or not world.is_rank0, world.size), SkippedFiles()
+    progress, skipped = _Progress(world), SkippedFiles()
     try:
         unreadable, count = _predict(job, progress, skipped)
     except KeyboardInterrupt:
@@ -71,7 +70,7 @@ def predict_to_file(
             f"interrupted; {progress.num_done:,} of {progress.total:,} images are predicted and saved in {job.parts}",
             "Continue with the same command",
         ) from None
-    if world.is_rank0 and not quiet:
+    if world.is_rank0:
         progress.clear()
         print(_summary(out, count, unreadable))
         if skipped_summary := skipped.summary():
@@ -298,10 +297,10 @@ def _write_parquet(records: Iterator[dict[str, Any]], file: Any, is_regression: 
 
 
 class _Progress:
-    """Progress on stderr: one line rewritten twice per second on a terminal, one line every 30 s elsewhere."""
+    """Progress on stderr of rank 0: one line rewritten twice per second on a terminal, one every 30 s elsewhere."""
 
-    def __init__(self, quiet: bool, num_ranks: int) -> None:
-        self.quiet, self.num_ranks = quiet, num_ranks
+    def __init__(self, world: World) -> None:
+        self.is_shown, self.num_ranks = world.is_rank0, world.size
         self.total = self.resumed = self.count = 0
         self.start = self.last = time.monotonic()
         self.is_terminal = sys.stderr.isatty()
@@ -309,7 +308,7 @@ class _Progress:
     def begin(self, total: int, done: int) -> None:
         self.total, self.resumed = total, done
         self.start = self.last = time.monotonic()
-        if done and not self.quiet:
+        if done and self.is_shown:
             print(f"Resuming: {done:,} of {total:,} images are already predicted", file=sys.stderr)
 
     @property
@@ -320,7 +319,7 @@ class _Progress:
     def step(self) -> None:
         self.count += 1
         now = time.monotonic()
-        if self.quiet or now - self.last < (0.5 if self.is_terminal else progress_interval()):
+        if not self.is_shown or now - self.last < (0.5 if self.is_terminal else progress_interval()):
             return
         self.last, speed = now, self.count * self.num_ranks / (now - self.start)
         remaining = time.strftime("%H:%M:%S", time.gmtime((self.total - self.num_done) / max(speed, 1e-9)))
@@ -332,5 +331,5 @@ class _Progress:
                 print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        if self.is_terminal and not self.quiet:
+        if self.is_terminal and self.is_shown:
             print("\r" + " " * 70 + "\r", end="", file=sys.stderr)

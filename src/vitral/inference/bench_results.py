@@ -92,12 +92,7 @@ def delete_bench_result(folder: Path, device_name: str) -> BenchResult | None:
 
 
 def _write_bench_results(folder: Path, results: Mapping[str, BenchResult]) -> None:
-    values = {
-        cpu: to_dict(each)
-        | {"margins": each.margins, "backends": each.backends, "rows": [to_dict(row) for row in each.rows]}
-        for cpu, each in results.items()
-    }
-    atomic_write(folder / FILE_NAME, dump_json(values, indent=1) + "\n")
+    atomic_write(folder / FILE_NAME, dump_json(to_dict(results), indent=1) + "\n")
 
 
 def bench_hint(folder: Path | None) -> str:

@@ -18,7 +18,6 @@ from vitral.device.select import Hardware
 from vitral.distributed.world import World
 from vitral.errors import VitralError
 from vitral.models.vit import ViT
-from vitral.utils.progress import ProgressFn, no_progress
 
 BATCH_SIZE = 512
 CPU_BF16_BATCH_SIZE = 32
@@ -31,26 +30,20 @@ def compute_logits(
     preprocessing: Preprocessing,
     hardware: Hardware,
     batch_size: int | None = None,
-    progress: ProgressFn = no_progress,
 ) -> Tensor:
     """Logits (N, K) in fp32, on the device."""
     check_images(images_NCHW, preprocessing)
     forward = partial(_forward, model, preprocessing, hardware)
-    return map_batches(images_NCHW, forward, batch_size or default_batch_size(hardware), progress)
+    return map_batches(images_NCHW, forward, batch_size or default_batch_size(hardware))
 
 
 def compute_logits_distributed(
-    model: ForwardFn,
-    images_NCHW: Images,
-    preprocessing: Preprocessing,
-    hardware: Hardware,
-    batch_size: int | None = None,
-    progress: ProgressFn = no_progress,
+    model: ForwardFn, images_NCHW: Images, preprocessing: Preprocessing, hardware: Hardware
 ) -> Tensor:
     """Logits (N, K) computed by all ranks together. Every rank must call it and receives all logits."""
 
     def shard_logits(shard: Images) -> Tensor:
-        return compute_logits(model, shard, preprocessing, hardware, batch_size, progress)
+        return compute_logits(model, shard, preprocessing, hardware)
 
     return gather_shards(images_NCHW, hardware.world, shard_logits)
 

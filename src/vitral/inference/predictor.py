@@ -29,7 +29,7 @@ from vitral.device.cpu import available_cpus
 from vitral.device.select import CompileOption, DeviceOption, Hardware, select_hardware
 from vitral.distributed.world import init_distributed
 from vitral.errors import VitralError, shell_quote, truncate_list
-from vitral.inference.engine import EngineChoice, EngineName, reference_engine
+from vitral.inference.engine import EngineName, reference_engine
 from vitral.inference.engine_selection import select_engine
 from vitral.inference.forward import check_images, gather_shards, require_images
 from vitral.inference.inputs import ImageInput as ImageInput
@@ -76,19 +76,12 @@ DARK_MEAN, BRIGHT_BORDER = 0.45, 0.6
 class Predictor:
     """A trained model with its preprocessing, class names, calibration and inference engine."""
 
-    def __init__(
-        self,
-        model: ViT,
-        model_config: ModelConfig,
-        hardware: Hardware,
-        path: Path | None = None,
-        engine: EngineChoice | None = None,
-    ) -> None:
+    def __init__(self, model: ViT, model_config: ModelConfig, hardware: Hardware, path: Path | None = None) -> None:
         self.model, self.model_config = model.to(hardware.device).eval(), model_config
         self.model.accepts_any_grid = model_config.preprocessing.resize == "native"
         self.hardware, self.path = hardware, path
         self.notes: tuple[str, ...] = ()  # how the name or the format of the checkpoint was interpreted
-        self.engine = engine or reference_engine(self.model, model_config.preprocessing, hardware, "default")
+        self.engine = reference_engine(self.model, model_config.preprocessing, hardware, "default")
 
     @classmethod
     def load(

@@ -47,11 +47,11 @@ def metric_rows(report: MultiLabelReport) -> list[tuple[str, Interval, str]]:
     ]
 
 
-def pairs_text(report: MultiLabelReport, limit: int = 3) -> str:
+def pairs_text(report: MultiLabelReport) -> str:
     """`cat and dog (31 images, predicted 28)`"""
     return ", ".join(
         f"{first} and {second} ({true:,} image{'s' * (true != 1)}, predicted {predicted:,})"
-        for first, second, true, predicted in report.frequent_pairs(limit)
+        for first, second, true, predicted in report.frequent_pairs(3)
     )
 
 
