@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from vitral.evaluation.bootstrap import bootstrap, mean_intervals, resamples
+from vitral.evaluation.bootstrap import bootstrap, mean_interval, resamples
 from vitral.utils.intervals import Interval
 
 
@@ -21,8 +21,8 @@ def test_resamples_are_drawn_with_replacement() -> None:
 
 
 def test_the_interval_of_a_mean_agrees_with_the_normal_approximation() -> None:
-    values = torch.randn(2000, 1, generator=torch.Generator().manual_seed(0)) * 3 + 1
-    (interval,) = mean_intervals(values, count=4000)
+    values = torch.randn(2000, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    interval = mean_interval(values, count=4000)
     half = 1.96 * values.std().item() / 2000**0.5
     assert interval.value == pytest.approx(values.mean().item(), abs=1e-5)
     expected = (interval.value - half, interval.value + half)
@@ -32,7 +32,7 @@ def test_the_interval_of_a_mean_agrees_with_the_normal_approximation() -> None:
 def test_the_interval_of_a_mean_agrees_with_scipy() -> None:
     values = np.random.default_rng(0).exponential(size=300)
     expected = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile", rng=1).confidence_interval
-    (interval,) = mean_intervals(torch.from_numpy(values)[:, None], count=4000)
+    interval = mean_interval(torch.from_numpy(values), count=4000)
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=0.015)
 
 

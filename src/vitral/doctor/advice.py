@@ -46,12 +46,11 @@ class Recommendation:
     memory_bytes: float  # estimated peak
     hardware: str
     timed_steps: int
-    tuning: str | None  # which --tune to take and why; None for training from scratch
+    tuning: str | None  # the recommended --tune and why; None for training from scratch
     busy_warning: str | None  # set if other processes slowed down the timed steps
 
     def as_dict(self) -> dict[str, Any]:
-        fields: dict[str, Any] = to_dict(self)
-        return fields
+        return dict(to_dict(self))
 
 
 def recommend(diagnosis: Diagnosis, *, init_from: str | None = None) -> Recommendation:

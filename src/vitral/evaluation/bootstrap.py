@@ -16,12 +16,13 @@ from vitral.utils.intervals import Interval
 
 NUM_RESAMPLES = 1000
 SEED = 1979
+COVERAGE = 0.95
 MAX_COUNTS = 2_000_000  # elements of a block of resamples
 
 
-def resamples(*sizes: int, count: int = NUM_RESAMPLES, seed: int = SEED) -> Iterator[tuple[Tensor, ...]]:
+def resamples(*sizes: int, count: int) -> Iterator[tuple[Tensor, ...]]:
     """Blocks of counts, one tensor (R, N) for each independently drawn set of images."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(SEED)
     rows = max(MAX_COUNTS // max(sizes), 1)
     for start in range(0, count, rows):
         R = min(rows, count - start)
@@ -31,14 +32,14 @@ def resamples(*sizes: int, count: int = NUM_RESAMPLES, seed: int = SEED) -> Iter
         )
 
 
-def bootstrap(statistic: Callable[..., Tensor], *sizes: int, count: int = NUM_RESAMPLES, seed: int = SEED) -> Tensor:
+def bootstrap(statistic: Callable[..., Tensor], *sizes: int, count: int = NUM_RESAMPLES) -> Tensor:
     """Values (count, V) of a statistic on all resamples. `statistic` maps counts, (R, N) per set, to (R, V)."""
-    return torch.cat([statistic(*counts) for counts in resamples(*sizes, count=count, seed=seed)])
+    return torch.cat([statistic(*counts) for counts in resamples(*sizes, count=count)])
 
 
-def percentile_interval(values_RV: Tensor, coverage: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Lower and upper percentiles (V,) that enclose the middle `coverage` of the values."""
-    tail = (1 - coverage) / 2
+def percentile_interval(values_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower and upper percentiles (V,) that enclose the middle 95% of the values."""
+    tail = (1 - COVERAGE) / 2
     low, high = values_RV.double().quantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
     return low, high
 
@@ -49,9 +50,7 @@ def intervals(values_V: Tensor, samples_RV: Tensor) -> list[Interval]:
     return [Interval(value=value, low=low, high=high) for value, low, high in rows]
 
 
-def mean_intervals(values_NV: Tensor, count: int = NUM_RESAMPLES) -> list[Interval]:
-    """Intervals of the column means."""
-    N = len(values_NV)
-    values_NV = values_NV.float()
-    samples = bootstrap(lambda counts_RN: counts_RN @ values_NV / N, N, count=count)
-    return intervals(values_NV.double().mean(dim=0), samples)
+def mean_interval(values_N: Tensor, count: int = NUM_RESAMPLES) -> Interval:
+    N, values_N1 = len(values_N), values_N[:, None].float()
+    samples = bootstrap(lambda counts_RN: counts_RN @ values_N1 / N, N, count=count)
+    return intervals(values_N1.double().mean(dim=0), samples)[0]

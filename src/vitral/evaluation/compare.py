@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vitral.data.classes import class_indices
 from vitral.errors import VitralError, truncate_list
-from vitral.evaluation.bootstrap import mean_intervals
+from vitral.evaluation.bootstrap import mean_interval
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.leaks import LeakReport, find_leaks
 from vitral.inference.task_support import require_task
@@ -51,8 +51,7 @@ class PairedComparison:
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        return values
+        return dict(to_dict(self))
 
     def verdict(self, first: str = "the first", second: str = "the second") -> str:
         """The result in one sentence."""
@@ -114,7 +113,6 @@ def compare_predictions(
         raise VitralError("no images to compare the models on", "Choose a dataset or folder with --data")
     first, second = first_predicted_N == labels_N, second_predicted_N == labels_N
     only_first, only_second = first & ~second, second & ~first
-    (difference,) = mean_intervals(second[:, None].float() - first[:, None].float())
     disagreements = [
         ClassDisagreement(name=name, images=images, only_first_correct=one, only_second_correct=other)
         for name, images, one, other in zip(
@@ -133,7 +131,7 @@ def compare_predictions(
         images=len(labels_N),
         first=proportion_interval(int(first.sum()), len(first)),
         second=proportion_interval(int(second.sum()), len(second)),
-        difference=difference,
+        difference=mean_interval(second.float() - first.float()),
         both_correct=int((first & second).sum()),
         only_first_correct=int(only_first.sum()),
         only_second_correct=int(only_second.sum()),

@@ -52,11 +52,11 @@ class PredictionSetReport:
             parts.append(f"more in {larger / total:.1%}")
         return f"{', '.join(parts)} of sets" if len(self.sizes) > 1 else "one class in every set"
 
-    def least_covered(self, limit: int = MAX_LISTED_CLASSES) -> list[tuple[ClassCoverage, Interval]]:
+    def least_covered(self) -> list[tuple[ClassCoverage, Interval]]:
         """Classes whose coverage is below the target even at the upper end of its interval, lowest first."""
         rows = [(row, row.coverage) for row in self.per_class if row.coverage is not None]
         low = [(row, coverage) for row, coverage in rows if coverage.high < self.target]
-        return sorted(low, key=lambda item: item[1].value)[:limit]
+        return sorted(low, key=lambda item: item[1].value)[:MAX_LISTED_CLASSES]
 
 
 def check_coverage(coverage: float) -> None:
@@ -94,10 +94,12 @@ def check_image_count(count: int, coverage: float) -> None:
     if count >= min_images(coverage):
         return
     largest = math.floor(100 * count / (count + 1)) / 100
-    hint = "old more images out: vitral train DATA --data.validation 0.2"
+    command = "vitral train DATA --data.validation 0.2"
     raise VitralError(
         f"a coverage of {coverage:g} needs at least {min_images(coverage):,} validation images, got {count:,}",
-        f"Use --coverage {largest:g} or less, or h{hint}" if largest > 0 else f"H{hint}",
+        f"Use --coverage {largest:g} or less, or hold more images out: {command}"
+        if largest > 0
+        else f"Hold more images out: {command}",
     )
 
 

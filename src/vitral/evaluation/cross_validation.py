@@ -113,9 +113,8 @@ class CrossValidation:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
         reports = {"pooled": self.pooled.as_dict(), "test": None if self.test is None else self.test.as_dict()}
-        return {**values, **reports}
+        return {**to_dict(self), **reports}
 
 
 def student_interval(values: Sequence[float]) -> Interval:

@@ -69,8 +69,7 @@ class LabelEfficiency:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        return values
+        return dict(to_dict(self))
 
 
 def make_row(

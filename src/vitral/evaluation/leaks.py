@@ -17,7 +17,6 @@ from vitral.data.datasets import Dataset, Split
 from vitral.data.files.duplicates import CopyMatches, find_copies
 from vitral.data.files.fingerprints import (
     ImageFingerprints,
-    ReportProgress,
     concatenate,
     fingerprint_files,
     fingerprint_tensor,
@@ -58,28 +57,22 @@ class LeakReport:
         return self.num_images - self.count
 
 
-def no_progress_report(done: int, total: int) -> None:
-    pass
-
-
-def fingerprint_split(split: Split, report_progress: ReportProgress = no_progress_report) -> ImageFingerprints | None:
+def fingerprint_split(split: Split) -> ImageFingerprints | None:
     """Fingerprints of a split, before resizing; None for remote shards and sequences that are read on access."""
     if split.fingerprints is not None:
         return split.fingerprints
     if split.locations is not None:
         if any(is_url(location.path) for location in split.locations):
             return None
-        return fingerprint_files(split.locations, report_progress)
+        return fingerprint_files(split.locations)
     return fingerprint_tensor(split.images) if isinstance(split.images, Tensor) else None
 
 
-def fingerprint_training_images(
-    dataset: Dataset, report_progress: ReportProgress = no_progress_report
-) -> ImageFingerprints | None:
+def fingerprint_training_images(dataset: Dataset) -> ImageFingerprints | None:
     """Fingerprints to store with the model. Those of built-in datasets have no thumbnails, to keep models small."""
     if not is_file_dataset(dataset.name) and isinstance(dataset.train.images, Tensor):
         return fingerprint_tensor(dataset.train.images, with_thumbnails=False)
-    return fingerprint_split(dataset.train, report_progress)
+    return fingerprint_split(dataset.train)
 
 
 def load_training_images(predictor: Predictor) -> ImageFingerprints | None:
@@ -143,9 +136,7 @@ def leak_report(matches: CopyMatches, split: Split, correct_N: Tensor | None = N
     )
 
 
-def check_splits_for_leaks(
-    dataset: Dataset, report_progress: ReportProgress = no_progress_report
-) -> Mapping[str, LeakReport]:
+def check_splits_for_leaks(dataset: Dataset) -> Mapping[str, LeakReport]:
     """Compare the given validation and test splits of the user's files with the training split.
 
     Returns a report for each split with copies of training images. Official splits of built-in datasets and splits
@@ -157,10 +148,10 @@ def check_splits_for_leaks(
     if dataset.test_locations:  # the test images themselves are not loaded before the evaluation
         splits["test"] = replace(dataset.train, locations=dataset.test_locations)
     splits = {name: split for name, split in splits.items() if name not in dataset.held_out}
-    reference = fingerprint_split(dataset.train, report_progress) if splits else None
+    reference = fingerprint_split(dataset.train) if splits else None
     reports = {}
     for name, split in splits.items():
-        images = fingerprint_split(split, report_progress)
+        images = fingerprint_split(split)
         if images is not None and reference is not None:
             reports[name] = leak_report(find_copies(images, reference), split)
     return {name: report for name, report in reports.items() if report.count}

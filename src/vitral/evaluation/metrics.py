@@ -39,8 +39,7 @@ class Metrics:
     confusion: tuple[tuple[int, ...], ...]  # confusion[true][predicted]
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        return {**values, "worst_class": self.worst_class.name}
+        return {**to_dict(self), "worst_class": self.worst_class.name}
 
     @property
     def worst_class(self) -> ClassMetrics:

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from vitral.errors import VitralError
 from vitral.evaluation.bootstrap import NUM_RESAMPLES, bootstrap, intervals
+from vitral.evaluation.calibration import MAX_TEMPERATURE, MIN_IMAGES, MIN_TEMPERATURE
 from vitral.evaluation.data import EvalTarget
 from vitral.evaluation.leaks import LeakReport, find_leaks
-from vitral.evaluation.multilabel_metrics import average_precisions
+from vitral.evaluation.multilabel_metrics import average_precisions, tie_ends
 from vitral.evaluation.target_logits import compute_target_logits
 from vitral.models.calibration import Calibration
 from vitral.utils.intervals import Interval
 from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
 
-MIN_IMAGES = 20  # for fitting a temperature
 MIN_POSITIVES = 5  # for fitting a threshold; the optimum of fewer images is noise
 DEFAULT_THRESHOLD = 0.5
 MAX_BOOTSTRAP_ELEMENTS = 4e8  # resamples x images x classes; fewer resamples for more
@@ -71,8 +71,7 @@ class MultiLabelReport:
     task: str = "multilabel"
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        return values
+        return dict(to_dict(self))
 
     def scalars(self) -> dict[str, float]:
         """The main metrics by split and name, as in `test_map`, for experiment trackers."""
@@ -195,16 +194,13 @@ def _intervals(p_NK: Tensor, labels_NK: Tensor, predicted_NK: Tensor) -> tuple[l
 
 def resampled_average_precisions(counts_RN: Tensor, p_NK: Tensor, labels_NK: Tensor) -> Tensor:
     """Average precision (R, K) of resamples given as counts; NaN where a resample has no image with the label."""
-    N, columns = len(p_NK), []
-    for p_N, labels_N in zip(p_NK.unbind(1), labels_NK.unbind(1), strict=True):
-        scores, order = p_N.sort(descending=True, stable=True)
+    scores_NK, order_NK = p_NK.sort(dim=0, descending=True, stable=True)
+    columns, ends_NK = [], tie_ends(scores_NK)
+    for order, ends, labels_N in zip(order_NK.T, ends_NK.T, labels_NK.T, strict=True):
         counts = counts_RN[:, order]
         positives = counts * labels_N[order].float()
-        ends_tie = torch.ones(N, dtype=torch.bool)
-        ends_tie[:-1] = scores[:-1] != scores[1:]
-        tie_end = torch.where(ends_tie, torch.arange(N), N - 1).flip(0).cummin(dim=0).values.flip(0)
         precision = positives.cumsum(dim=1) / counts.cumsum(dim=1).clamp(min=1)
-        columns.append((positives * precision[:, tie_end]).sum(dim=1) / positives.sum(dim=1))
+        columns.append((positives * precision[:, ends]).sum(dim=1) / positives.sum(dim=1))
     return torch.stack(columns, dim=1)
 
 
@@ -222,11 +218,11 @@ def fit_multilabel_calibration(logits_NK: Tensor, labels_NK: Tensor, engine: str
 
 
 def fit_sigmoid_temperature(logits_NK: Tensor, labels_NK: Tensor) -> float:
-    """The temperature T from 0.05 to 20 that minimises the binary cross-entropy of sigmoid(logits / T).
+    """The temperature T, as in `fit_temperature`, that minimises the binary cross-entropy of sigmoid(logits / T).
 
     The cross-entropy is convex in 1/T, so its minimum is where the slope is zero, found by bisection.
     """
-    targets, low, high = labels_NK.double(), 1 / 20, 1 / 0.05
+    targets, low, high = labels_NK.double(), 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE
     for _ in range(60):
         beta = (low + high) / 2
         slope = ((torch.sigmoid(beta * logits_NK) - targets) * logits_NK).mean().item()

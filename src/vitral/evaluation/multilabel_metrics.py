@@ -17,17 +17,20 @@ def average_precisions(scores_NK: Tensor, labels_NK: Tensor) -> Tensor:
     AP is the sum over thresholds of precision times the increase in recall, without interpolation. Images with equal
     scores share a threshold.
     """
-    N = len(scores_NK)
     scores, order = scores_NK.double().sort(dim=0, descending=True, stable=True)
     positives = labels_NK.to(scores.device).double().gather(0, order)
-    ranks_N1 = torch.arange(1, N + 1, device=scores.device, dtype=torch.float64)[:, None]
+    ranks_N1 = torch.arange(1, len(scores) + 1, device=scores.device, dtype=torch.float64)[:, None]
     precision = positives.cumsum(dim=0) / ranks_N1
-    ends_tie = torch.ones_like(scores, dtype=torch.bool)
-    ends_tie[:-1] = scores[:-1] != scores[1:]
-    rows_N1 = torch.arange(N, device=scores.device)[:, None]
-    # For each image, the last row with an equal score: the smallest row at or after it that ends a tie.
-    tie_end = torch.where(ends_tie, rows_N1, N - 1).flip(0).cummin(dim=0).values.flip(0)
-    return (positives * precision.gather(0, tie_end)).sum(dim=0) / positives.sum(dim=0)
+    return (positives * precision.gather(0, tie_ends(scores))).sum(dim=0) / positives.sum(dim=0)
+
+
+def tie_ends(sorted_NK: Tensor) -> Tensor:
+    """For each row the last row with an equal score of the same class, (N, K): the next one that ends a tie."""
+    N = len(sorted_NK)
+    ends_tie = torch.ones_like(sorted_NK, dtype=torch.bool)
+    ends_tie[:-1] = sorted_NK[:-1] != sorted_NK[1:]
+    rows_N1 = torch.arange(N, device=sorted_NK.device)[:, None]
+    return torch.where(ends_tie, rows_N1, N - 1).flip(0).cummin(dim=0).values.flip(0)
 
 
 def mean_average_precision(scores_NK: Tensor, labels_NK: Tensor) -> float:

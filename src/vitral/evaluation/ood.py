@@ -91,15 +91,10 @@ class Mahalanobis:
         return torch.linalg.solve_triangular(self.cholesky, rows_ND.T, upper=False).T
 
 
-def evaluate_score(
-    name: ScoreName,
-    scores: tuple[Tensor, Tensor, Tensor],
-    false_positive_rate: float = FALSE_POSITIVE_RATE,
-    threshold: float | None = None,
-) -> OODScore:
+def evaluate_score(name: ScoreName, scores: tuple[Tensor, Tensor, Tensor], threshold: float | None = None) -> OODScore:
     """Evaluate the scores of validation, ID and OOD images. `threshold` is used if there are no validation images."""
     validation, id_scores, ood_scores = (values.double().cpu() for values in scores)
-    threshold = fit_ood_threshold(validation, false_positive_rate) if len(validation) else threshold
+    threshold = fit_ood_threshold(validation, FALSE_POSITIVE_RATE) if len(validation) else threshold
     auroc, fpr95 = auroc_and_fpr95(id_scores, ood_scores)
     low, high = _histogram_range(torch.cat([id_scores, ood_scores]))
     edges = torch.linspace(low, high, NUM_HISTOGRAM_BINS + 1, dtype=torch.float64)

@@ -77,8 +77,7 @@ class ProbeResult:
     data_notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        return values
+        return dict(to_dict(self))
 
 
 def probe(

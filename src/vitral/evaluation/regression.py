@@ -63,8 +63,7 @@ class RegressionReport:
     leak: LeakReport | None = None  # evaluated images that were used for training; None: unknown
 
     def as_dict(self) -> dict[str, Any]:
-        values: dict[str, Any] = to_dict(self)
-        return values
+        return dict(to_dict(self))
 
     def scalars(self) -> dict[str, float]:
         """The main metrics by split and name, as in `test_rmse` or `test_age_rmse`, for experiment trackers."""
