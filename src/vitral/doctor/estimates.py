@@ -84,8 +84,10 @@ def _random_batch(
 
 
 def estimate_memory(recipe: Recipe, num_images: int, hardware: Hardware) -> float:
-    """Peak memory in bytes: weights, activations and the decoded images, and for each parameter that trains a gradient,
-    two AdamW moments and the EMA weight. Activations are those of training all weights, an upper bound."""
+    """Peak memory in bytes: weights, activations and decoded images; of trained weights gradients, AdamW moments, EMA.
+
+    Activations are those of training all weights, an upper bound.
+    """
     trained, num_parameters = count_trained(recipe)
     device: Literal["gpu", "cpu"] = "gpu" if hardware.gpu_memory_bytes else "cpu"
     bytes_per_image = activation_bytes(recipe.model, hardware.precision, device).total

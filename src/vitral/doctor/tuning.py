@@ -1,4 +1,4 @@
-"""Which `--tune` to take for a dataset, a model and this machine, in one sentence with the reason."""
+"""Recommend `--tune` for a dataset, a model and this machine, with the reason in one sentence."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def check_fractions(fractions: Sequence[float]) -> None:
 
 
 def distinct_fractions(labels_N: Tensor, fractions: Sequence[float]) -> tuple[tuple[float, ...], tuple[str, ...]]:
-    """The fractions in ascending order without those that select the same images as a larger one, and a note on each"""
+    """The fractions in ascending order without those that select the images of a larger one, and a note on each."""
     check_fractions(fractions)
     by_size = {subset_size(labels_N, fraction): fraction for fraction in sorted(set(fractions))}
     kept = tuple(by_size.values())

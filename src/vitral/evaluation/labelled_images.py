@@ -35,7 +35,7 @@ class LabelledImages:
 
 
 def without_validation_split(recipe: Recipe, predictor: Predictor) -> Recipe:
-    """The recipe with all labelled images in the training split, unless the validation images are needed as test images
+    """The recipe without a validation split, unless its images are needed as test images.
 
     Raises:
         VitralError: There are no images to test on.
@@ -109,7 +109,7 @@ def find_test_leak(predictor: Predictor, images: LabelledImages) -> LeakReport |
 
 
 def comparability_notes(before: Predictor | None, after: Predictor, dataset: Dataset) -> list[str]:
-    """What else than their weights distinguishes the models, and labels that they have seen; before=None: random."""
+    """Differences of the models other than their weights, and labels of their training. before=None: random weights."""
     notes = []
     for side, predictor in (("before", before), ("after", after)):
         if predictor is None:

@@ -68,10 +68,10 @@ def paired_difference(before_SM: Array, after_SM: Array, *, varies: bool = True)
 
 
 def _images_variance(differences_M: Array) -> float:
-    """Variance of the mean over test images, with a half image that only one model gets right and one of the reverse.
+    """Variance of the mean over test images, with half an image added to each cell of the 2×2 table of results.
 
-    Without these, as in the interval of Agresti and Min (2005) for paired proportions, two models that agree on ten
-    images would seem to be equal with certainty.
+    This is the interval of Agresti and Min (2005) for paired proportions. Without the additions, two models that agree
+    on ten images would be equal with certainty.
     """
     M = len(differences_M) + 2
     mean, mean_square = differences_M.sum() / M, (np.square(differences_M).sum() + 1) / M

@@ -1,4 +1,4 @@
-"""Ridge regression in closed form, with the penalty that predicts images best that were left out.
+"""Ridge regression in closed form, with the penalty that has the smallest leave-one-out error.
 
 Shapes:  N images   D features   K outputs (classes, or targets of a regression)
 """
@@ -15,7 +15,7 @@ PENALTIES = tuple(10.0 ** (half / 2) for half in range(-2, 13))  # λ from 0.1 t
 
 @dataclass(frozen=True, kw_only=True)
 class RidgeFit:
-    """A linear layer on raw features, and its predictions of images that were left out of the fit."""
+    """A linear layer on raw features, and leave-one-out predictions."""
 
     weight_KD: Tensor
     bias_K: Tensor

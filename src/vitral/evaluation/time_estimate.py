@@ -91,7 +91,7 @@ def _seconds(function: Callable[[Item], object], items: Iterable[Item], in_paral
 
 
 def duration_text(seconds: float, device: str) -> str:
-    """`about 40 s on 2 cores`, rounded to what such a measurement can tell."""
+    """`about 40 s on 2 cores`, rounded to the accuracy of the measurement."""
     if seconds < 60:
         step = 1 if seconds < 10 else 5
         duration = f"{max(round(seconds / step), 1) * step} s"

@@ -39,7 +39,7 @@ class ExplorerOptions:
 
 
 def site_model(predictor: Predictor, name: str, options: ExplorerOptions, log: LogFn = no_log) -> SiteModel:
-    """A model with all that the site shows of it. Refuses models that a browser cannot run."""
+    """A model and everything that the site shows of it. Refuses models that a browser cannot run."""
     check_supported(predictor.model, predictor.model_config, name)
     model = predictor.model
     assert isinstance(model, ViT)

@@ -21,8 +21,8 @@ def bundle_modules(
 ) -> str:
     """The module `entry` and all that it imports as one script.
 
-    `replaced` gives the text of modules to use instead of their files, `folders` where the modules of a folder are
-    instead. All paths are resolved.
+    `replaced` maps modules to the text to use instead of their file, `folders` maps folders to those that hold their
+    modules instead. All paths are resolved.
     """
     order: list[Path] = []
     texts: dict[Path, str] = {}
@@ -53,7 +53,7 @@ def bundle_modules(
 
 
 def _module_scope(path: Path, text: str, number: int, number_of: Callable[[str], int]) -> str:
-    """One module as a function that returns its exported names. `number_of` an import is that of its module."""
+    """One module as a function that returns its exported names. `number_of` maps an import path to a module number."""
 
     def bind_imports(match: re.Match[str]) -> str:
         names = " ".join(match[1].split())

@@ -20,8 +20,6 @@ MIN_IMAGES = 100  # to compare on, unless the user requests fewer
 MIN_AGREEMENT = 0.99  # share of images with the same top-1 label, unless the user accepts less
 # Largest difference of a probability. int8 is judged by its agreement alone: some images are always near a tie.
 MAX_PROBABILITY_DIFF = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.15, "int8": 1.0}
-
-
 # Largest difference of a value of a regression, in standard deviations of its target.
 MAX_VALUE_DIFF = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.15, "int8": 0.3}
 Units = tuple[tuple[str, float], ...]  # name and standard deviation of each target of a regression

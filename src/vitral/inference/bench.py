@@ -94,7 +94,7 @@ class BenchPlan:
                 raise VitralError(what, "For example --batch-sizes 1 8")
 
     def estimate_seconds(self, per_image: float, lower_precisions: Sequence[str]) -> float:
-        """Time of what follows the race of fp32, from its seconds per image with all threads."""
+        """Remaining time after the race of the fp32 backends, from the seconds per image with all threads."""
         passes = 0.0
         if count := len(lower_precisions):
             ranges = 2 if "int8" in lower_precisions else 0  # collected by the module itself, which is slower
@@ -304,7 +304,7 @@ def measure_times(
 
 
 def seconds_per_image(engine: Callable[[Tensor], Tensor], images_NCHW: Tensor) -> float:
-    """From one batch, after the races have warmed the engine up."""
+    """Measured on one batch. The races have warmed the engine up."""
     batch = images_NCHW[:CALIBRATION_BATCH_SIZE]
     start = time.perf_counter()
     engine(batch)

@@ -24,7 +24,7 @@ class CpuBlock:
         self.norm_q, self.norm_k = attention.norm_q, attention.norm_k
         self.has_qk_norm = not isinstance(attention.norm_q, nn.Identity)
         self.activation = block.mlp.activation
-        self.gelu = block.mlp.activation.approximate if isinstance(block.mlp.activation, nn.GELU) else None  # is fused
+        self.gelu = block.mlp.activation.approximate if isinstance(block.mlp.activation, nn.GELU) else None  # fused
 
     def __call__(self, z_MD: Tensor, B: int, num_outputs: int, rope: RopeTable | None) -> Tensor:
         """Return the first `num_outputs` tokens of each image."""

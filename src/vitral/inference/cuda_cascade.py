@@ -1,4 +1,4 @@
-"""FP8 on a GPU with a second look at close calls: `fp8-cascade`.
+"""FP8 on a GPU, with close calls computed again in fp16: `fp8-cascade`.
 
 FP8 rounds weights and activations to four significant bits, which changes the top-1 label of a few percent of the
 images: those whose two largest logits are close. They are computed again in fp16, whose rounding errors are an eighth

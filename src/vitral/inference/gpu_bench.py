@@ -1,6 +1,6 @@
-"""Benchmark of the GPU engines over batch sizes. Recommends FP8 with a re-check of close calls where it replaces bf16.
+"""Benchmark of the GPU engines over batch sizes. Recommends bf16, or FP8 with a re-check of close calls.
 
-Unlike in `bench.py`, the baseline of the speed is bf16: that is what a GPU computes without a benchmark.
+The baseline of the speed is bf16, not fp32 as in `bench.py`: without a benchmark, a GPU uses bf16.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run_gpu_bench(
 def build_gpu_engines(
     model: ViT, preprocessing: Preprocessing, hardware: Hardware, images_NCHW: Tensor
 ) -> tuple[GpuEngines, dict[str, float], str | None]:
-    """All engines of this GPU, the margin of the FP8 cascade calibrated on these images, and why there is none."""
+    """All engines of this GPU, the margin of the FP8 cascade calibrated on these images, or why there is no cascade."""
     fp32 = ReferenceEngine(model, preprocessing, hardware)
     engines: dict[str, ReferenceEngine | CudaEngine | CudaCascadeEngine] = {
         "fp32": fp32,

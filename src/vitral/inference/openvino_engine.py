@@ -1,6 +1,6 @@
 """CPU engine on OpenVINO: the graphs of openvino_graph.py, compiled for the number of threads in use.
 
-Pooling is that of the model, in PyTorch.
+The model's own pooling follows in PyTorch.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class OpenVinoEngine:
     def features(self, images_BCHW: Tensor) -> Tensor:
         from vitral.inference.openvino_graph import cut_patches
 
-        # Only single images, where it matters, have a graph of their own: it holds another copy of the weights.
+        # Each graph holds a copy of the weights, so only single images, where latency matters, have their own.
         graph: GraphName = "one image" if len(images_BCHW) == 1 else "images"
         with self._request(graph) as request:
             return self.model.pool(_infer(request, cut_patches(images_BCHW, self.model.config.patch_size))).clone()
@@ -143,7 +143,7 @@ class OpenVinoEngine:
 
     @contextmanager
     def _request(self, graph: GraphName) -> Iterator[ov.InferRequest]:
-        """An inference request that is not in use, for this number of threads."""
+        """An idle inference request for the current number of threads."""
         key = graph, torch.get_num_threads()
         idle = self._idle_requests[key]
         try:

@@ -48,7 +48,7 @@ def build_graph(
     """Build the graph, in int8 if `ranges` are given; `num_outputs` is P, None for all tokens.
 
     `batch_size` is B, None for any. A fixed one saves 0.3 ms per call, in which OpenVINO derives shapes. Linear layers
-    compute a multiple of `row_multiple` rows per image: OpenVINO divides 198 rows among two threads, but hardly 197.
+    compute a multiple of `row_multiple` rows per image: OpenVINO divides 198 rows evenly among two threads, not 197.
     """
     encoder = model.encoder
     rope = None if encoder.rotary_position is None else encoder.rotary_position(model.config.grid)
@@ -366,7 +366,7 @@ def _num_rows(z: Node) -> int:
 
 
 def _drop_padding(x: Node, num_tokens: int) -> Node:
-    """The first rows. Of one image they are a part of the same memory and are not copied."""
+    """The first `num_tokens` rows of each image. With one image this is a view, not a copy."""
     padding = _num_rows(x) - num_tokens
     return ops.variadic_split(x, _scalar(1), _shape(num_tokens, padding)).output(0) if padding else x
 

@@ -20,7 +20,7 @@ from vitral.models.vit import ViTConfig
 
 CACHE_BYTES = 4 * 2**20  # of the largest activation of a batch
 MIN_BATCH, MAX_BATCH = 8, 16
-AHEAD = 2  # batches per thread that are computed or wait
+AHEAD = 2  # batches per thread that are computed or queued
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,9 +42,9 @@ def share_batch(function: Callable[[Tensor], Tensor], images_BCHW: Tensor) -> Te
 def parallel_map(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield `function(item)` in the order of the items, computed by as many threads as this thread computes with.
 
-    Each of them computes with one thread, and so does the caller until the last result, because the number of threads
-    is that of the process. Calls within `function` start no more of them. `items` are read a bounded number ahead. A
-    single item is computed by this thread, with all of its threads.
+    The number of threads belongs to the process, so each of them, and the caller until the last result, computes with
+    one thread; nested calls start no further threads. `items` are read a bounded number ahead. A single item is
+    computed by this thread, with all of its threads.
     """
     threads, remaining = torch.get_num_threads(), iter(items)
     first = list(islice(remaining, 2))

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MIB = 2**20
-YIELD_AFTER_S = (
-    2.0  # requests that have been incomplete for longer are dropped when others need their memory or connection
-)
+YIELD_AFTER_S = 2.0  # requests incomplete for longer are dropped when others need their memory or connection
 
 ErrorCode = Literal[
     "invalid_body",  # 400: empty, malformed or without an image

@@ -93,7 +93,7 @@ def print_result(console: Console, run: Run, recipe: Recipe, probe_set: ProbeSet
 
 
 def print_finished(console: Console, run: Run, recipe: Recipe, *, is_judged: bool) -> None:
-    """What to do with a finished run instead of resuming it. It may have been resumed for the judgement alone."""
+    """What to do with a finished run instead of resuming it. is_judged: it was resumed for a comparison only."""
     if is_judged:
         console.print(f"{run} is finished", soft_wrap=True, markup=False)
         return
