@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from support.browser import launch_browser
-from support.common import TINY_RECIPE, Command, Fit, skip_figures, texture_dataset
+from support.common import TINY_RECIPE, Command, FakeMachine, Fit, skip_figures, texture_dataset
 from support.pretrain_runs import PRETRAIN_RECIPE, preprocessing_for, unlabelled_textures
 from vitral.cli import main as cli
 from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing, channel_stats
+from vitral.device import select
 from vitral.device.select import Hardware
 from vitral.recipes.schema import Recipe
 from vitral.runs.run import Run
@@ -115,6 +116,28 @@ def recipe() -> Recipe:
 def cpu() -> Hardware:
     reasons = {"device": "a test", "precision": "a test", "compile": "a test"}
     return Hardware(device=torch.device("cpu"), precision="fp32", compile=False, reasons=reasons)
+
+
+@pytest.fixture
+def fake_machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+    """`fake_machine(gpu=..., gpu_bf16=..., cpu_bf16=..., capability=...)` sets what PyTorch reports."""
+
+    def configure(
+        *,
+        gpu: bool = False,
+        gpu_bf16: bool = True,
+        cpu_bf16: bool = True,
+        capability: tuple[int, int] = (9, 0),
+        gpu_name: str = "H200",
+    ) -> None:
+        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpu_bf16)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu_name)
+        monkeypatch.setattr(select, "cpu_has_bf16", lambda: cpu_bf16)
+
+    return configure
 
 
 @pytest.fixture

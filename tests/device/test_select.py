@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,35 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from vitral.device import select
+from support.common import FakeMachine
 from vitral.device.cpu import available_cpus
 from vitral.device.select import MIN_STEPS_TO_COMPILE, MIN_WIDTH_BF16, Hardware, bf16_is_faster, select_hardware
 from vitral.errors import VitralError
 
-FakeMachine = Callable[..., None]
 requires_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-
-
-@pytest.fixture
-def fake_machine(monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
-    """`fake_machine(gpu=..., gpu_bf16=..., cpu_bf16=..., capability=...)` sets what PyTorch reports."""
-
-    def configure(
-        *,
-        gpu: bool = False,
-        gpu_bf16: bool = True,
-        cpu_bf16: bool = True,
-        capability: tuple[int, int] = (9, 0),
-        gpu_name: str = "H200",
-    ) -> None:
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: gpu_bf16)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu_name)
-        monkeypatch.setattr(select, "cpu_has_bf16", lambda: cpu_bf16)
-
-    return configure
 
 
 def test_gpu_is_selected_if_available(fake_machine: FakeMachine) -> None:
@@ -84,29 +60,29 @@ def test_fp8_request_means_bf16_with_fp8_gemms(fake_machine: FakeMachine) -> Non
 
 
 @requires_triton
-def test_fp8_is_selected_automatically_for_wide_models_trained_from_scratch(fake_machine: FakeMachine) -> None:
+def test_fp8_is_selected_automatically_for_training_wide_models(fake_machine: FakeMachine) -> None:
     fake_machine(gpu=True)
-    hardware = select_hardware(width=768, from_scratch=True)
+    hardware = select_hardware(width=768, allow_fp8=True)
     assert (hardware.precision, hardware.fp8, hardware.fp8_is_auto) == ("bf16", True, True)
-    assert "bf16 (large GEMMs in FP8: faster, same accuracy at width 768)" in str(hardware)
-    assert not select_hardware(precision="fp8", width=768, from_scratch=True).fp8_is_auto
+    assert "bf16 (large GEMMs in FP8: faster, same learning curves)" in str(hardware)
+    assert not select_hardware(precision="fp8", width=768, allow_fp8=True).fp8_is_auto
     other_options: tuple[dict[str, Any], ...] = (
         {"width": 384},
-        {"width": 768, "from_scratch": False},
+        {"width": 768, "allow_fp8": False},
         {"width": 768, "precision": "bf16"},
         {"width": 768, "compile": "no"},
         {},
     )
     for options in other_options:
-        assert not select_hardware(**{"from_scratch": True} | options).fp8
+        assert not select_hardware(**{"allow_fp8": True} | options).fp8
     fake_machine(gpu=True, capability=(8, 9))
-    assert not select_hardware(width=768, from_scratch=True).fp8
+    assert not select_hardware(width=768, allow_fp8=True).fp8
 
 
 @requires_triton
 def test_without_fp8_records_why(fake_machine: FakeMachine) -> None:
     fake_machine(gpu=True)
-    hardware = select_hardware(width=768, from_scratch=True).without_fp8("the self-check failed")
+    hardware = select_hardware(width=768, allow_fp8=True).without_fp8("the self-check failed")
     assert (hardware.fp8, hardware.fp8_is_auto, hardware.precision) == (False, False, "bf16")
     assert hardware.reasons["precision"] == "FP8 is unavailable: the self-check failed"
 

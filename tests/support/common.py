@@ -15,6 +15,7 @@ from vitral.recipes.schema import DataConfig, OptimConfig, Recipe
 from vitral.runs.run import Run
 
 Fit = Callable[..., Run]
+FakeMachine = Callable[..., None]
 Command = Callable[..., tuple[int, str, str]]
 # Recipe overrides for training that should take a second.
 TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}

@@ -30,7 +30,7 @@ CompileOption = Literal["auto", "yes", "no"]
 MIN_WIDTH_BF16 = 192
 
 # On an H200, FP8 training was 1.26x as fast as bf16 at width 768, 1.28x at 1024, 1.09x at 384 and, with earlier
-# kernels, 0.96x at 192. Equal accuracy was shown for width 768 (docs/explanation/results/fp8.md).
+# kernels, 0.96x at 192. docs/explanation/results/fp8.md compares the learning curves.
 MIN_WIDTH_FP8 = 512
 
 # Compilation takes about a minute, more than it saves in a shorter run.
@@ -133,11 +133,11 @@ def select_hardware(
     compile: CompileOption = "auto",
     width: int | None = None,
     steps: int | None = None,
-    from_scratch: bool = False,
+    allow_fp8: bool = False,
 ) -> Hardware:
     """The fastest safe choice for a model of this width and a run of this many steps; explicit options win.
 
-    FP8 is only selected automatically for training `from_scratch`.
+    FP8 is only selected automatically for training that `allow_fp8` permits.
     """
     world = world_from_env()
     torch_device, device_reason = _select_device(device, world)
@@ -159,9 +159,9 @@ def select_hardware(
             "FP8 requires a GPU, Triton and --compile auto or yes",
             "Use --precision bf16 or auto",
         )
-    fp8_is_auto = use_triton and precision == "auto" and from_scratch and _fp8_is_faster(torch_device, width)
+    fp8_is_auto = use_triton and precision == "auto" and allow_fp8 and _fp8_is_faster(torch_device, width)
     if fp8_is_auto:
-        reasons["precision"] = "large GEMMs in FP8: faster, same accuracy at width 768"
+        reasons["precision"] = "large GEMMs in FP8: faster, same learning curves"
     return Hardware(
         device=torch_device,
         precision=dtype,

@@ -17,8 +17,10 @@ from vitral.utils.progress import LogFn, no_log
 
 
 def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardware:
-    """Select the hardware for a run. FP8 may only be selected automatically for training from scratch, and not for a
-    resumed run that started without it (`continues_fp8=False`)."""
+    """Select the hardware for a run.
+
+    FP8 is not selected automatically for a resumed run that started without it (`continues_fp8=False`).
+    """
     recipe = setup.recipe
     hardware = select_hardware(
         device=recipe.device,
@@ -26,12 +28,17 @@ def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardw
         compile=recipe.compile,
         width=recipe.model.width,
         steps=setup.steps_per_epoch * recipe.epochs,
-        from_scratch=not recipe.init_from and continues_fp8,
+        allow_fp8=continues_fp8 and _learns_as_well_in_fp8(recipe),
     )
     if recipe.data.resize == "native" and recipe.compile == "auto" and hardware.compile:
         reason = "native resizing has several patch grids, and each would be compiled"
         return replace(hardware, compile=False, reasons=hardware.reasons | {"compile": reason})
     return hardware
+
+
+def _learns_as_well_in_fp8(recipe: Recipe) -> bool:
+    """Whether learning curves showed it: from scratch, and for labels if all weights of a checkpoint are trained."""
+    return not recipe.init_from or (recipe.pretrain is None and recipe.tune == "full")
 
 
 def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None = None) -> tuple[Hardware, int]:

@@ -1,0 +1,53 @@
+"""The precision of a training run on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from support.common import FakeMachine
+from vitral.data.datasets import Dataset
+from vitral.data.preprocess import Preprocessing
+from vitral.recipes.schema import Recipe
+from vitral.ssl.config import PretrainConfig
+from vitral.training.hardware import training_hardware
+from vitral.training.setup import TrainingSetup
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture
+def wide_setup(
+    recipe: Recipe, dataset: Dataset, preprocessing: Preprocessing, fake_machine: FakeMachine
+) -> TrainingSetup:
+    fake_machine(gpu=True)
+    model = replace(recipe.model, width=768, heads=12, mlp_width=3072)
+    recipe = replace(recipe, device="gpu", precision="auto", compile="auto", model=model)
+    return TrainingSetup(
+        recipe=recipe,
+        dataset=dataset,
+        loaded_dataset=dataset,
+        preprocessing=preprocessing,
+        initial_weights=None,
+        notes=(),
+    )
+
+
+def test_training_all_weights_uses_fp8(wide_setup: TrainingSetup) -> None:
+    assert training_hardware(wide_setup).fp8_is_auto
+    fine_tuning = replace(wide_setup, recipe=replace(wide_setup.recipe, init_from="b16.safetensors"))
+    assert training_hardware(fine_tuning).fp8_is_auto
+
+
+def test_training_a_part_of_the_weights_and_continued_pretraining_use_bf16(wide_setup: TrainingSetup) -> None:
+    """Their learning curves in FP8 were not measured."""
+    fine_tuning = replace(wide_setup.recipe, init_from="b16.safetensors")
+    for recipe in (replace(fine_tuning, tune="head"), replace(fine_tuning, pretrain=PretrainConfig())):
+        hardware = training_hardware(replace(wide_setup, recipe=recipe))
+        assert (hardware.precision, hardware.fp8) == ("bf16", False)
+
+
+def test_a_run_that_started_in_bf16_stays_in_bf16(wide_setup: TrainingSetup) -> None:
+    assert not training_hardware(wide_setup, continues_fp8=False).fp8
