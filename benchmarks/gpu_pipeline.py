@@ -139,7 +139,7 @@ def run_worker(folder: Path, model: str, args: argparse.Namespace) -> dict[str, 
 
     setup = setup_training(make_recipe(folder, model))
     recipe, train, batch_size = setup.recipe, setup.dataset.train, setup.recipe.batch_size
-    hardware = select_hardware(precision=args.precision, width=recipe.model.width, from_scratch=True)
+    hardware = select_hardware(precision=args.precision, width=recipe.model.width, allow_fp8=True)
     training = VitralTraining(recipe, setup.preprocessing, hardware, total_steps=100_000)
     labels = train.labels.to(hardware.device)
     packed_loader = Loader(images=train.images, labels=labels, batch_size=batch_size, seed=0)

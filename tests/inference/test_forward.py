@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -45,10 +45,10 @@ class FloatBatches(TorchDispatchMode):
         return len({tensor.data_ptr() for tensor in self.alive} - {self.images.data_ptr()})
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_a_batch_is_normalised_in_the_memory_of_its_fp32_copy(dtype: torch.dtype) -> None:
-    images = torch.randint(0, 256, (6, 1, 4, 4), dtype=torch.uint8).to(dtype)
-    original, preprocessing = images.clone(), replace(PREPROCESSING, dtype=str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_batch_is_normalised_in_the_memory_of_its_fp32_copy(dtype: Literal["uint8", "float32"]) -> None:
+    images = torch.randint(0, 256, (6, 1, 4, 4), dtype=torch.uint8).to(getattr(torch, dtype))
+    original, preprocessing = images.clone(), replace(PREPROCESSING, dtype=dtype)
     with FloatBatches(images) as batches:
         compute_logits(lambda batch: batch.mean(dim=(2, 3)), images, preprocessing, cpu_fp32())
     assert batches.count == 1
