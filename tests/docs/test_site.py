@@ -76,6 +76,14 @@ def test_the_site_has_a_page_per_document(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_reference_shows_the_fields_of_results_with_their_comments(site: Path) -> None:
+    text = (site / "reference" / "python.html").read_text(encoding="utf-8")
+    assert "softmax(logits / temperature)" in text  # EvaluationReport.calibrated
+    assert "95% Wilson interval" in text  # of its base, Metrics
+    assert "confusion&#91;true]" in text  # brackets that are not a link
+
+
+@pytest.mark.slow
 def test_pages_load_nothing_from_the_network(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     for page in pages:

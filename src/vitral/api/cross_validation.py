@@ -83,12 +83,15 @@ def cross_validate(
         init_from: Checkpoint to fine-tune.
         preset: Model size instead of the recipe's.
         options: What the files of a checkpoint of another library do not contain.
-        out: Folder for all results; also a model folder. Default: runs/<recipe>-folds-<date>-<id>.
+        out: Folder for all results; also a model folder. Default: `runs/<recipe>-folds-<date>-<id>`.
         resume: Folder of an interrupted cross-validation to continue. A sequence must be passed again.
         exclude: List of files that are not used.
         allow_leak: Do not warn about test images that are copies of training images.
         quiet: Print nothing.
         overrides: Recipe fields. A time limit is for all runs together.
+
+    Examples:
+        >>> vitral.cross_validate("photos/", init_from="model.safetensors", folds=3, epochs=1).accuracy.value
     """
     name, items = split_data_argument(data)
     if select_hardware().world.size > 1:

@@ -50,6 +50,10 @@ def export(
             images. int8 is calibrated on training images or, if those are not available, on every fourth image.
         min_agreement: Share of images on which file and model must have the same top-1 label; of a multi-label model,
             the same decision on each label.
+
+    Examples:
+        >>> file, parity = vitral.api.export("runs/mine")
+        >>> parity.agreement, parity.max_abs_diff
     """
     predictor = reference_predictor(model)
     predictor.require_head()
@@ -82,6 +86,8 @@ def default_export_path(predictor: Predictor, to: Target, precision: ExportPreci
 
 
 class ExplorerSite(NamedTuple):
+    """A site that `explorer` wrote."""
+
     page: Path  # index.html
     size: int  # bytes of all files
     models: tuple[str, ...]  # names of the models in it
@@ -118,6 +124,9 @@ def explorer(
         faithfulness_images: Number of images, and of image pairs, to rank on.
         epochs: Number of earlier epochs to include from the checkpoints that a run kept.
         log: Called with one line per phase.
+
+    Examples:
+        >>> vitral.api.explorer(["mnist"], "site").page
     """
     if epochs < 0 or faithfulness_images < 1:
         raise VitralError(

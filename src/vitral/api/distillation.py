@@ -67,13 +67,17 @@ def distill(
         exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
         judge: Labelled images to measure on whether it helped, as for `vitral.pretrain`: the student before and after.
         judge_options: Arguments of that comparison, such as `{"seeds": 5, "fractions": (0.01, 1.0)}`.
-        out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
+        out: Run folder to create. Default: `runs/<recipe>-<date>-<id>`.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence and a callable must
             be passed again.
         quiet: Print nothing.
         callbacks: Receive the events of the training (`vitral.training.callbacks.Callback`).
         overrides: Recipe fields, such as `epochs=3` or `**{"pretrain.distill.patch_weight": 0.5}`. A resumed run
             accepts only `vitral.recipes.schema.RESUMABLE_FIELDS`.
+
+    Examples:
+        >>> student = vitral.distill("photos/", teacher="model.safetensors", epochs=1, batch_size=4)
+        >>> model = vitral.train("photos/", init_from=student.run, epochs=1)
     """
     check_judge(judge, judge_options)
     overrides = {**given_fields({"pretrain.labels": labels}), **overrides}

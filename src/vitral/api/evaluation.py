@@ -68,6 +68,10 @@ def evaluate(
         engine: Inference engine, recorded in the result; ignored if `model` is a Predictor.
         log: Called with one line per phase.
         note: Called first with the expected duration; of a classifier only if `robustness` is measured.
+
+    Examples:
+        >>> evaluation = vitral.evaluate("runs/mine")
+        >>> evaluation.top1, evaluation.top1_low, evaluation.top1_high
     """
     target = load_eval_target(model, data, split, engine=engine)
     is_classification = target.predictor.model_config.task == "classification"
@@ -99,6 +103,9 @@ def compare_models(
         data: Dataset or folder with their classes. Default: the dataset they were trained on.
         split: Default: the test split, or the validation split if there are no test images.
         engine: Inference engine of both models; ignored for a Predictor.
+
+    Examples:
+        >>> vitral.compare_models("runs/mine", "runs/other").verdict()
     """
     first_target = load_eval_target(first, data, split, engine=engine)
     require_task(first_target.predictor, "vitral compare", "classification")
@@ -122,6 +129,9 @@ def calibrate(
         coverage: Fraction of images whose prediction set shall contain the true class. Default: that of the stored
             sets, or 0.9.
         engine: Inference engine; ignored if `model` is a Predictor.
+
+    Examples:
+        >>> vitral.calibrate("runs/mine", coverage=0.9).temperature
     """
     target = load_eval_target(model, engine=engine)
     return calibrate_model(target.predictor, target.validation_split, score, false_positive_rate, coverage)
@@ -153,6 +163,9 @@ def report(
         engine: Inference engine; ignored if `model` is a Predictor.
         log: Called with one line per phase.
         note: Called first with the expected duration of the evaluation.
+
+    Examples:
+        >>> page = vitral.report("runs/mine", fast=True)
     """
     from vitral.reporting.html.report import write_report
 
@@ -200,6 +213,10 @@ def probe(
         engine: Inference engine; ignored if `init_from` is a Predictor.
         log: Called with one line per phase.
         note: Called first with the expected duration, which is measured on a few images.
+
+    Examples:
+        >>> for row in vitral.probe("photos/", "model.safetensors").rows:
+        ...     print(row)
     """
     predictor = as_predictor(init_from, engine, options)
     require_task(predictor, "vitral probe", "classification")

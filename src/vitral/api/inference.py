@@ -38,9 +38,14 @@ def load(
     Args:
         path: Run or model folder, checkpoint file, `hf:owner/name`, or the name of a bundled model ("mnist").
         options: What the files of a checkpoint of another library do not contain.
-        engine: Inference engine: "auto", "reference" (the plain fp32 module), "fp32", "bf16", "int8" or "fp8".
+        engine: Inference engine: "auto", "reference" (the plain fp32 module), "fp32", "bf16", "int8", "fp8",
+            or a cascade, which computes close calls again: "bf16-cascade", "int8-cascade" or "fp8-cascade".
         device: "auto", "cpu" or "gpu" (also "cuda"). CUDA_VISIBLE_DEVICES selects one of several GPUs.
         tome_r: Tokens that each block merges (token merging, ToMe): faster and less accurate.
+
+    Examples:
+        >>> model = vitral.load("mnist")
+        >>> model.predict("photo.png").best.name
     """
     return Predictor.load(path, options=options, device=device, engine=engine, tome_r=tome_r)
 
@@ -56,6 +61,8 @@ def reference_predictor(model: str | Path | Predictor, device: DeviceOption = "c
 
 
 class EmbedResult(NamedTuple):
+    """What `embed` wrote and what it left out."""
+
     images: int
     errors: list[str]  # one message per unreadable file
     skipped: list[SkippedFile]  # files in the given folders that are not images
@@ -77,6 +84,9 @@ def embed(
         out: File to write.
         options: What the files of a checkpoint of another library do not contain.
         engine: Inference engine; ignored if `model` is a Predictor.
+
+    Examples:
+        >>> vitral.embed("runs/mine", ["folder/"], "features.npy").images
     """
     check_features_path(out)
     predictor = as_predictor(model, engine, options)
@@ -114,6 +124,9 @@ def bench(
         seconds: Duration of each measurement.
         device: "auto" is the GPU, if there is one.
         log: Called with one line per phase.
+
+    Examples:
+        >>> vitral.bench("runs/mine", batch_sizes=[1], seconds=0.1).engine
     """
     predictor = reference_predictor(model, device)
     predictor.require_head()
@@ -161,6 +174,9 @@ def load_bench(model: str | Path | Predictor, device: DeviceOption = "auto") -> 
     Args:
         model: The model that was measured.
         device: "auto" is the GPU, if there is one.
+
+    Examples:
+        >>> vitral.api.load_bench("runs/mine")
     """
     predictor = reference_predictor(model, device)
     folder = bench_folder(predictor)
@@ -173,6 +189,9 @@ def reset_bench(model: str | Path | Predictor, device: DeviceOption = "auto") ->
     Args:
         model: The model that was measured.
         device: "auto" is the GPU, if there is one.
+
+    Examples:
+        >>> vitral.api.reset_bench("runs/mine")
     """
     predictor = reference_predictor(model, device)
     folder = bench_folder(predictor)

@@ -95,13 +95,16 @@ def compare_label_efficiency(
         recipe: Recipe of the fine-tuning. Default: the one that suits the data.
         out: Also write a plot to this file.
         results: Folder for the result, the plot and finished runs, which are not repeated. Default:
-            runs/label-efficiency-<date>-<id> if there is fine-tuning, otherwise none.
+            `runs/label-efficiency-<date>-<id>` if there is fine-tuning, otherwise none.
         options: What the files of checkpoints of other libraries do not contain.
         engine: Inference engine that computes the features.
         subject: Beginning of the summary, such as "Pretraining on your 20,000 images". Default: made of both names.
         allow_leak: Do not warn about test images that a model was trained on.
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe. `epochs` are those with all labels.
+
+    Examples:
+        >>> vitral.compare_label_efficiency("photos/", "model.safetensors", fine_tuning=False).summary
     """
     started = time.perf_counter()
     check_arguments(fractions, seeds)

@@ -80,12 +80,16 @@ def pretrain(
         judge: Labelled images to measure on whether pretraining helped: the weights before and after it, by nearest
             neighbours, a linear classifier and fine-tuning with few labels and with all (`compare_label_efficiency`).
         judge_options: Arguments of that comparison, such as `{"seeds": 5, "fractions": (0.01, 1.0)}`.
-        out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
+        out: Run folder to create. Default: `runs/<recipe>-<date>-<id>`.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
         quiet: Print nothing.
         callbacks: Receive the events of the training (`vitral.training.callbacks.Callback`).
         overrides: Recipe fields, such as `epochs=3` or `**{"pretrain.views.local_views": 4}`. A resumed run accepts
             only `vitral.recipes.schema.RESUMABLE_FIELDS`.
+
+    Examples:
+        >>> pretrained = vitral.pretrain("photos/", init_from="model.safetensors", epochs=1, batch_size=4)
+        >>> model = vitral.train("photos/", init_from=pretrained.run, epochs=1)
     """
     check_judge(judge, judge_options)
     overrides = {**given_fields({"pretrain.method": method, "pretrain.labels": labels}), **overrides}

@@ -74,7 +74,7 @@ def train(
             images, the hardware and the time limit.
         preset: Model size instead of the recipe's, such as "S/16" or "R26+S/32".
         options: What the files of a checkpoint of another library do not contain.
-        out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
+        out: Run folder to create. Default: `runs/<recipe>-<date>-<id>`.
         resume: Run folder of an interrupted run to continue exactly where it stopped. A sequence must be passed again.
         exclude: List of files that are not used, such as the one that `vitral doctor --fix-list` writes.
         allow_leak: Do not warn about validation or test images that are copies of training images.
@@ -82,6 +82,10 @@ def train(
         callbacks: Receive the events of the training (`vitral.training.callbacks.Callback`).
         overrides: Recipe fields, such as `epochs=3` or `**{"optim.lr": 1e-3}`. A resumed run accepts only
             `vitral.recipes.schema.RESUMABLE_FIELDS`.
+
+    Examples:
+        >>> model = vitral.train("digits", epochs=1)
+        >>> model.predict("photo.png").best.name
     """
     launch = Launch(out=out, resume=resume, quiet=quiet, callbacks=callbacks, overrides=overrides)
     name, items = split_data_argument(data)
@@ -227,6 +231,9 @@ def find_lr(
         exclude: List of files that are not used.
         out: Folder for figures/lr_finder.png. Default: no figure.
         overrides: Recipe fields.
+
+    Examples:
+        >>> vitral.find_lr("digits").suggestion
     """
     name = None if data is None else str(data)
     setup = setup_training(resolve_run_recipe(name, recipe, init_from, preset, options, exclude, True, overrides))
@@ -269,11 +276,14 @@ def compare(
         options: What the files of a checkpoint of another library do not contain.
         scratch_recipe: Recipe of the training from scratch. Default: the one that suits the data.
         seeds: Runs per strategy.
-        out: Folder for all results. Default: runs/compare-<date>-<id>.
+        out: Folder for all results. Default: `runs/compare-<date>-<id>`.
         exclude: List of files that are not used.
         allow_leak: Do not warn about validation or test images that are copies of training images.
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe.
+
+    Examples:
+        >>> vitral.compare("photos/", init_from="model.safetensors", seeds=2, epochs=1).verdict
     """
     finetune = resolve_run_recipe(data, recipe, init_from, preset, options, exclude, quiet, overrides)
     check_comparison(finetune, seeds)
@@ -305,8 +315,11 @@ def demo(*, out: str | Path | None = None, quiet: bool = True) -> Predictor:
     Takes about a minute on two CPU cores. Also compares it with the bundled model for digits.
 
     Args:
-        out: Run folder to create. Default: runs/<recipe>-<date>-<id>.
+        out: Run folder to create. Default: `runs/<recipe>-<date>-<id>`.
         quiet: Print nothing.
+
+    Examples:
+        >>> model = vitral.demo()
     """
     console = Console(quiet=quiet, highlight=False)
     if out is not None:

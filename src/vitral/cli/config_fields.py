@@ -52,6 +52,15 @@ def read_config_fields(module: str, class_name: str, prefix: str = "") -> tuple[
     return tuple(_class_fields(_ClassRef(source, definition), prefix))
 
 
+def field_comments(module: str, class_name: str) -> dict[str, str]:
+    """The help texts of the fields that a dataclass or named tuple itself defines, by name; "" if there is none."""
+    source = _source(module)
+    definition = source.lookup(class_name)[1]
+    if not isinstance(definition, ast.ClassDef):
+        raise TypeError(f"{module}.{class_name} is not a class")
+    return {name: field.help for name, field in _ClassRef(source, definition).own_fields()}
+
+
 @dataclass(frozen=True, eq=False)
 class _ClassRef:
     """A class in the source, in place of the type that importing the module would give."""
@@ -67,10 +76,13 @@ class _ClassRef:
                 source, definition = self.source.lookup(base.id)
                 if isinstance(definition, ast.ClassDef):
                     fields |= _ClassRef(source, definition).annotated_fields()
+        return fields | dict(self.own_fields())
+
+    def own_fields(self) -> Iterator[tuple[str, _AnnotatedField]]:
+        """Name and field of each annotated assignment of the class itself."""
         for node, following in itertools.pairwise([*self.node.body, None]):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                fields[node.target.id] = _AnnotatedField(self.source, node, following)
-        return fields
+                yield node.target.id, _AnnotatedField(self.source, node, following)
 
 
 @dataclass(frozen=True, eq=False)

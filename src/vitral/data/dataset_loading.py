@@ -36,6 +36,10 @@ def load(
             with the channels and type of the files if they are not photographs. Default: 224, or the size of a packed
             folder. Built-in datasets keep their size.
         progress: Show a progress bar.
+
+    Examples:
+        >>> dataset = vitral.data.load("photos/")
+        >>> dataset.classes, len(dataset.train), len(dataset.validation)
     """
     _check_argument(name)
     path, size = str(name), (image_size, image_size) if isinstance(image_size, int) else image_size

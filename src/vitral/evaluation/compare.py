@@ -35,6 +35,8 @@ class ClassDisagreement:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedComparison:
+    """Comparison of two models on the same images."""
+
     images: int
     first: Interval  # accuracy
     second: Interval

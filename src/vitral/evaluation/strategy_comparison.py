@@ -52,6 +52,8 @@ class AccuracyGap:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
+    """Which strategy is the best, and which one to use."""
+
     rows: tuple[StrategyResult, ...]
     images: int
     best: str  # highest accuracy

@@ -92,6 +92,10 @@ def explain(
         targets: One or several class names or indices; without any, the predicted class. For a regression, names of
             targets; without any, the first one.
         options: Options such as `layer`, `head` or `fusion`, passed to the methods that have them.
+
+    Examples:
+        >>> explanation = vitral.explain.explain(vitral.load("mnist"), "photo.png", ["relevance", "rollout"])
+        >>> path = explanation.save("explained.png")
     """
     selected = select_methods(predictor, [methods] if isinstance(methods, str) else methods)
     targets = [targets] if isinstance(targets, str | int) else targets

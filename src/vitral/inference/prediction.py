@@ -32,6 +32,8 @@ CSV_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
+    """A class with its probability."""
+
     name: str
     probability: float
     threshold: float | None = None  # of a multi-label model: the probability from which the label is predicted
@@ -97,6 +99,7 @@ class Prediction:
 
     @property
     def best(self) -> Label:
+        """The most probable label. Raises VitralError for an unreadable image and for a regression."""
         if self.values:
             raise VitralError(f"no label for {self.source}: the model is a regression", "Use .value or .values")
         if not self.labels:

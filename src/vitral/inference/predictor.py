@@ -99,16 +99,16 @@ class Predictor:
         """Load a run folder, a model folder, a checkpoint of a supported library, or a bundled model by its name.
 
         Args:
-            labels: text file with one class name per line, for a checkpoint without class names.
-            options: what the files of a checkpoint of another library do not contain.
+            labels: Text file with one class name per line, for a checkpoint without class names.
+            options: What the files of a checkpoint of another library do not contain.
             engine: "auto" uses what `vitral bench` recommends on this CPU or GPU; without it, fp32 on a CPU and bf16
                 on a GPU. "reference" is the plain fp32 module. `Predictor.engine` states which engine is in use, and
                 why.
             threads: CPU threads of the process.
-            compile: on a GPU, use torch.compile where there are no fused kernels; takes about a minute.
-            throughput: for many images: on a GPU the fused kernels, which take a few seconds to start, on a CPU
+            compile: On a GPU, use torch.compile where there are no fused kernels; takes about a minute.
+            throughput: For many images: on a GPU the fused kernels, which take a few seconds to start, on a CPU
                 OpenVINO if it is installed, which takes up to a second.
-            tome_r: tokens that each block merges (ToMe): faster and less accurate. `model` is not affected.
+            tome_r: Tokens that each block merges (ToMe): faster and less accurate. `model` is not affected.
         """
         source, notes = bundled.resolve(path), list(bundled.shadowing_notes(path))
         if is_checkpoint(source) or options.adapter:
@@ -163,6 +163,7 @@ class Predictor:
 
     @property
     def is_regression(self) -> bool:
+        """Whether the model predicts numbers instead of labels."""
         return self.model_config.task == "regression"
 
     @property
@@ -200,6 +201,11 @@ class Predictor:
                 iterable of images and folders.
             top: Number of labels per image, most probable first. Default: all. A multi-label model always returns the
                 labels above their thresholds (`Prediction.present`).
+
+        Examples:
+            >>> model = vitral.load("mnist")
+            >>> model.predict("photo.png").best.name
+            >>> [prediction.best.name for prediction in model.predict("folder/")]
         """
         channels = self.model_config.preprocessing.channels
         if not is_single_image(images, channels):

@@ -68,6 +68,10 @@ def read(
         source: File, folder, run, `"hf:owner/name[@revision]"` or the name of a bundled model.
         options: What the files do not contain; the rest is assumed and listed in `Checkpoint.assumptions`.
         key_map: TOML file that names the tensors of a home-made checkpoint.
+
+    Examples:
+        >>> checkpoint = vitral.weights.read("model.safetensors")
+        >>> model = checkpoint.build()  # a torch.nn.Module
     """
     if options.adapter is not None:
         base = read(source, replace(options, adapter=None), key_map=key_map)
@@ -140,6 +144,10 @@ def write(model: Checkpoint | tuple[ViT, ModelConfig], destination: Path | str, 
         model: A checkpoint, or a model with its config.
         destination: File or folder, depending on the format.
         to: One of `FORMATS`.
+
+    Examples:
+        >>> checkpoint = vitral.weights.read("model.safetensors")
+        >>> notes = vitral.weights.write(checkpoint, "written", to="transformers")
     """
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.from_model(*model)
     if to not in FORMATS:
@@ -201,6 +209,9 @@ def convert(
 
     Returns:
         The notes of reading, then those of writing.
+
+    Examples:
+        >>> notes = vitral.weights.convert("model.safetensors", "converted", to="transformers")
     """
     if to not in FORMATS:
         raise unknown_name_error("format", to, FORMATS)

@@ -26,6 +26,8 @@ MAX_LOGIT_DIFFERENCE = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class PushResult:
+    """What `push` wrote and uploaded."""
+
     loaded_by: tuple[str, ...]  # libraries
     files: tuple[tuple[str, int], ...]  # names and sizes in bytes
     notes: tuple[str, ...]
@@ -58,14 +60,17 @@ def push(
     """Write a model in the format of timm or transformers, with a model card, and upload it to the hub.
 
     Args:
-        path: run folder, model folder, checkpoint or bundled model.
+        path: Run folder, model folder, checkpoint or bundled model.
         destination: "hf:owner/name".
-        options: what the files of a checkpoint of another library do not contain.
-        folder: folder to keep the files in; a temporary folder by default.
-        dry_run: write the files, but upload nothing.
-        private: create a private repository.
-        license: license identifier for the model card.
-        log: receives notes on how a checkpoint of another library was interpreted.
+        options: What the files of a checkpoint of another library do not contain.
+        folder: Folder to keep the files in; a temporary folder by default.
+        dry_run: Write the files, but upload nothing.
+        private: Create a private repository.
+        license: License identifier for the model card.
+        log: Called with notes on how a checkpoint of another library was interpreted.
+
+    Examples:
+        >>> vitral.push("runs/mine", "hf:me/mine", dry_run=True).loaded_by
     """
     repository, revision = hub.parse_hub_name(destination)
     path = bundled.resolve(path)

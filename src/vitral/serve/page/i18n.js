@@ -132,7 +132,7 @@ export const TEXTS = {
     calibrated: "보정된 확률입니다. 확률이 80%인 답은 약 80%가 맞습니다.",
     uncalibrated: "보정되지 않은 확률입니다. 모델이 지나치게 확신하는 것일 수 있습니다.",
     "multilabel-more": "한 이미지에 레이블이 여러 개일 수도, 없을 수도 있습니다. 임곗값 이상인 레이블이 답이고, 나머지는 흐리게 보입니다.",
-    "label-threshold": "{share} (임곗값 {threshold})",
+    "label-threshold": "{share}(임곗값 {threshold})",
     "no-label": "해당하는 레이블 없음",
     "interval-title": "예측 구간",
     interval: "{low} ~ {high}",

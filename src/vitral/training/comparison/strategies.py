@@ -66,6 +66,8 @@ SAME_FIELDS = ("device", "precision", "compile", "keep_checkpoints", "checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyComparison:
+    """Accuracies of training from scratch, a linear probe and fine-tuning, and which to use."""
+
     verdict: Verdict
     evaluated_on: str  # such as "360 test images"
     descriptions: dict[str, str]  # strategy to model and training in a few words
