@@ -20,10 +20,7 @@ from vitral.evaluation.conformal import (
     fit_prediction_sets,
 )
 from vitral.evaluation.corruptions import CORRUPTIONS
-from vitral.evaluation.data import (
-    EvalTarget,
-    evenly_spaced_indices,
-)
+from vitral.evaluation.data import EvalTarget, evenly_spaced_indices
 from vitral.evaluation.leaks import find_leaks
 from vitral.evaluation.ood import evaluate_ood
 from vitral.evaluation.report import EvaluationReport, build_report
