@@ -141,6 +141,14 @@ def test_a_tiny_model_learns_two_targets_of_different_scales(run: Path) -> None:
     assert json.loads((run / "test.json").read_text()) == report.as_dict()
 
 
+@pytest.mark.slow
+def test_a_run_writes_its_report_and_figures(listing: Path, tmp_path: Path) -> None:
+    vitral.train(listing, out=tmp_path, epochs=1, **{"data.targets": ("x", "mass"), **TINY_REGRESSION})
+    assert 'id="scatter"' in (tmp_path / "report.html").read_text()
+    figures = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert figures == {"augmented.png", "curves.png", "example.png", "scatter.png"}
+
+
 def test_the_evaluation_announces_its_duration(run: Path) -> None:
     notes: list[str] = []
     vitral.evaluate(run, note=notes.append)
