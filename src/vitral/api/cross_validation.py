@@ -91,7 +91,9 @@ def cross_validate(
         overrides: Recipe fields. A time limit is for all runs together.
 
     Examples:
-        >>> vitral.cross_validate("photos/", init_from="model.safetensors", folds=3, epochs=1).accuracy.value
+        >>> options = {"init_from": "model.safetensors", "epochs": 1}
+        >>> result = vitral.cross_validate("photos/", folds=3, **options)
+        >>> result.accuracy.value
     """
     name, items = split_data_argument(data)
     if select_hardware().world.size > 1:

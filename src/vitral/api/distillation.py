@@ -76,7 +76,8 @@ def distill(
             accepts only `vitral.recipes.schema.RESUMABLE_FIELDS`.
 
     Examples:
-        >>> student = vitral.distill("photos/", teacher="model.safetensors", epochs=1, batch_size=4)
+        >>> teacher = "model.safetensors"
+        >>> student = vitral.distill("photos/", teacher=teacher, epochs=1, batch_size=4)
         >>> model = vitral.train("photos/", init_from=student.run, epochs=1)
     """
     check_judge(judge, judge_options)

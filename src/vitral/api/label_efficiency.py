@@ -104,7 +104,8 @@ def compare_label_efficiency(
         overrides: Fields of the fine-tuning recipe. `epochs` are those with all labels.
 
     Examples:
-        >>> vitral.compare_label_efficiency("photos/", "model.safetensors", fine_tuning=False).summary
+        >>> weights = "model.safetensors"
+        >>> vitral.compare_label_efficiency("photos/", weights, fine_tuning=False).summary
     """
     started = time.perf_counter()
     check_arguments(fractions, seeds)

@@ -88,7 +88,8 @@ def pretrain(
             only `vitral.recipes.schema.RESUMABLE_FIELDS`.
 
     Examples:
-        >>> pretrained = vitral.pretrain("photos/", init_from="model.safetensors", epochs=1, batch_size=4)
+        >>> options = {"init_from": "model.safetensors", "epochs": 1, "batch_size": 4}
+        >>> pretrained = vitral.pretrain("photos/", **options)
         >>> model = vitral.train("photos/", init_from=pretrained.run, epochs=1)
     """
     check_judge(judge, judge_options)

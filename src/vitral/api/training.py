@@ -283,7 +283,8 @@ def compare(
         overrides: Fields of the fine-tuning recipe.
 
     Examples:
-        >>> vitral.compare("photos/", init_from="model.safetensors", seeds=2, epochs=1).verdict
+        >>> checkpoint = "model.safetensors"
+        >>> vitral.compare("photos/", init_from=checkpoint, seeds=2, epochs=1).verdict
     """
     finetune = resolve_run_recipe(data, recipe, init_from, preset, options, exclude, quiet, overrides)
     check_comparison(finetune, seeds)

@@ -211,7 +211,7 @@ def convert(
         The notes of reading, then those of writing.
 
     Examples:
-        >>> notes = vitral.weights.convert("model.safetensors", "converted", to="transformers")
+        >>> vitral.weights.convert("model.safetensors", "converted", to="transformers")
     """
     if to not in FORMATS:
         raise unknown_name_error("format", to, FORMATS)
