@@ -16,10 +16,8 @@ LossName = Literal["softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"] 
 LossOption = Literal["auto", "softmax", "sigmoid", "asymmetric", "focal", "mse", "huber"]
 TaskOption = Literal["auto", "classification", "multilabel", "regression"]
 HeadInit = Literal["zeros", "least_squares"]  # vitral.training.head_init
-ReduceDtype = Literal["fp32", "bf16"]  # vitral.distributed.gradients
 LAST_BLOCKS = "last-"  # prefix of a `tune` value that states a number of blocks
 TTA = Literal["none", "flip", "three", "six", "ten"]  # vitral.evaluation.tta
-
 
 SIGMOID_LOSSES: tuple[LossName, ...] = ("sigmoid", "asymmetric", "focal")
 TASK_LOSSES: dict[TaskName, tuple[LossName, ...]] = {  # the first one is the default

@@ -23,6 +23,7 @@ from vitral.data.pixels import ArrayLayout, PixelTypeOption
 from vitral.data.preprocess import Interpolation
 from vitral.data.targets import LabelOptions, TaskName
 from vitral.device.select import CompileOption, DeviceOption, PrecisionOption
+from vitral.distributed.gradients import ReduceDtype
 from vitral.errors import VitralError, is_control, short_repr
 from vitral.models.lora import LoRAConfig
 from vitral.models.variants import check_variant, config_class, upgrade_architecture
@@ -37,7 +38,6 @@ from vitral.recipes.options import (
     InitScheme,
     LossName,
     LossOption,
-    ReduceDtype,
     TaskOption,
     check_tune,
     init_scheme_unsupported_reason,

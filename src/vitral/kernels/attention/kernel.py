@@ -157,10 +157,9 @@ def attention_forward_kernel(
     """out = softmax((q·kᵀ + key_bias)·softmax_scale)·v for BLOCK_M queries of one head of one image.
 
     Reads q, k with row stride STRIDE_QK, v with row stride 3·NUM_HEADS·HEAD_DIM and, if KEY_BIAS, key_bias
-    (num_tokens,) fp32. Writes out
-    (num_tokens, NUM_HEADS, HEAD_DIM) in bf16 with lse (images·NUM_HEADS, NUM_TOKENS) fp32; or, if FP8, out as e4m3
-    with one scale per image, repeated per token, scale (num_tokens,) fp32, from the bound of the GEMM that computed v:
-    row_norm (num_tokens,) and weight_bound (2,).
+    (num_tokens,) fp32. Writes out (num_tokens, NUM_HEADS, HEAD_DIM) in bf16 with lse (images·NUM_HEADS, NUM_TOKENS)
+    fp32; or, if FP8, out as e4m3 with one scale per image, repeated per token, scale (num_tokens,) fp32, from the bound
+    of the GEMM that computed v: row_norm (num_tokens,) and weight_bound (2,).
     """
     if tl.program_id(0) % ((NUM_TOKENS + BLOCK_M - 1) // BLOCK_M) < NUM_TOKENS // BLOCK_M:
         _attention_forward(

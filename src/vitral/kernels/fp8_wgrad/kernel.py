@@ -26,9 +26,8 @@ def relative_scales_kernel(scale_ptr, max_scale_ptr, out_ptr, num_rows, BLOCK_RO
     """
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     relative = tl.load(scale_ptr + rows, rows < num_rows, 1.0) / tl.load(max_scale_ptr)
-    pow2_root = tl.minimum(
-        tl.exp2(tl.ceil(0.5 * tl.log2(tl.maximum(relative, 1e-30)))), 1.0
-    )  # x / x may exceed 1 on a GPU
+    # At most 1, because x / x may exceed it on a GPU.
+    pow2_root = tl.minimum(tl.exp2(tl.ceil(0.5 * tl.log2(tl.maximum(relative, 1e-30)))), 1.0)
     tl.store(out_ptr + rows, relative, rows < num_rows)
     tl.store(out_ptr + num_rows + rows, pow2_root, rows < num_rows)
     tl.store(out_ptr + 2 * num_rows + rows, relative / pow2_root, rows < num_rows)

@@ -26,9 +26,8 @@ def gelu_and_slope(x, ACTIVATION: tl.constexpr):
         gelu = x * sigmoid
         return gelu, sigmoid + 1.702 * gelu * (1 - sigmoid)
     x_sq = x * x
-    if (
-        ACTIVATION == "gelu_tanh"
-    ):  # y = 2·sqrt(2/pi)·(x + 0.044715·x³); all coefficients of y include the factor log2(e)
+    # All coefficients of y include the factor log2(e).
+    if ACTIVATION == "gelu_tanh":  # y = 2·sqrt(2/pi)·(x + 0.044715·x³)
         x_sq = tl.minimum(x_sq, 100.0)  # sigmoid is 0 or 1 beyond this, and 0·inf must not occur
         y = x * (2.3022082 + 0.102943235 * x_sq)
     else:
