@@ -22,15 +22,7 @@ from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.csv_list import CsvList, LabelledFiles, read_csv_list
 from vitral.data.files.duplicates import duplicate_groups
 from vitral.data.files.exclude import exclude_files
-from vitral.data.files.listing import (
-    SPLIT_NAMES,
-    DatasetListing,
-    divides_images,
-    hold_out_splits,
-    make_listing,
-    merge_validation,
-    needs_holdout,
-)
+from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_missing_splits, make_listing
 from vitral.data.files.location import ImageLocation
 from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
@@ -79,14 +71,8 @@ def list_folder(
         task=labelled.task,
         classes=labelled.classes,
     )
-    if fold is not None:
-        listing = merge_validation(listing)
-    if not needs_holdout(listing, test_split):
-        return listing
-    if not divides_images(validation, test_split, fold):
-        return hold_out_splits(listing, validation, None, test_split, fold)
-    groups = _cached_duplicate_groups([Path(location.path) for location, _ in listing.splits["train"]], progress)
-    return hold_out_splits(listing, validation, groups, test_split, fold)
+    find_copies = partial(_cached_duplicate_groups, progress=progress)
+    return hold_out_missing_splits(listing, validation, test_split, fold, find_copies)
 
 
 def check_single_label(name: str, options: LabelOptions) -> None:
@@ -106,12 +92,13 @@ def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> V
     return VitralError(f"{path} has no images in class folders" + (f"; {reasons}" if reasons else ""), hint)
 
 
-def _cached_duplicate_groups(files: Sequence[Path], progress: bool) -> np.ndarray[Any, Any]:
+def _cached_duplicate_groups(locations: Sequence[ImageLocation], *, progress: bool) -> np.ndarray[Any, Any]:
     """Groups of duplicate files; cached until a file changes."""
-    cached = cache_dir() / "copies" / f"{fingerprint(ImageLocation(str(file)) for file in files)}.json"
-    if (content := read_cached_json(cached)) is not None and len(content["groups"]) == len(files):
+    cached = cache_dir() / "copies" / f"{fingerprint(locations)}.json"
+    if (content := read_cached_json(cached)) is not None and len(content["groups"]) == len(locations):
         return np.array(content["groups"], dtype=np.int64)
     with progress_bars(progress, "images") as report_progress:
+        files = [Path(location.path) for location in locations]
         groups = duplicate_groups(files, partial(report_progress, "finding duplicates"))
     with suppress(OSError, VitralError):  # without the cache, duplicates are searched again next time
         write_checked_json(cached, {"groups": groups.tolist()})

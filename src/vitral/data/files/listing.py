@@ -107,37 +107,48 @@ def _names(label: RawLabel) -> tuple[str, ...]:
     return (label,) if isinstance(label, str) else tuple(name for name in label if isinstance(name, str))
 
 
-def needs_holdout(listing: DatasetListing, test_split: float) -> bool:
-    """Whether a validation or test split must be held out. Refuses `test_split` for data that has a test split."""
+def hold_out_missing_splits(
+    listing: DatasetListing,
+    validation: float,
+    test_split: float,
+    fold: Fold | None,
+    find_copies: Callable[[Sequence[ImageLocation]], np.ndarray[Any, Any] | None],
+) -> DatasetListing:
+    """Hold out a validation split unless the listing has one, and a test split of a fraction `test_split`.
+
+    With a `fold` of the training and validation images, its images are the test split. `find_copies` is called with
+    the training images if some of them are moved; it returns a number per image, equal for copies of one image, or
+    None if copies cannot be detected. Refuses `test_split` for data that has a test split.
+    """
+    if fold is not None:  # of all images that can be trained on
+        merged = [*listing.splits["train"], *listing.splits["validation"]]
+        listing = replace(listing, splits={**listing.splits, "train": merged, "validation": []})
     if test_split and listing.splits["test"]:
         raise VitralError(
             f"{listing.name} has a test split of {len(listing.splits['test']):,} images", "Omit --test-split"
         )
-    return not listing.splits["validation"] or test_split > 0
+    if listing.splits["validation"] and not test_split:
+        return listing
+    if not (validation > 0 or test_split > 0 or fold is not None):
+        return _hold_out(listing, validation, test_split, fold, None)
+    groups = find_copies([location for location, _ in listing.splits["train"]])
+    listing = _hold_out(listing, validation, test_split, fold, groups)
+    if groups is None:
+        return replace(listing, source=f"{listing.source}, near-duplicates not detected in remote shards")
+    return listing
 
 
-def divides_images(validation: float, test_split: float, fold: Fold | None) -> bool:
-    """Whether holding out moves any images, so that copies of one image must be found first."""
-    return validation > 0 or test_split > 0 or fold is not None
-
-
-def merge_validation(listing: DatasetListing) -> DatasetListing:
-    """Make the validation images training images, before all of them are divided into folds."""
-    merged = [*listing.splits["train"], *listing.splits["validation"]]
-    return replace(listing, splits={**listing.splits, "train": merged, "validation": []})
-
-
-def hold_out_splits(
+def _hold_out(
     listing: DatasetListing,
     validation: float,
+    test_split: float,
+    fold: Fold | None,
     groups: np.ndarray[Any, Any] | None,
-    test_split: float = 0.0,
-    fold: Fold | None = None,
 ) -> DatasetListing:
     """Move stratified fractions of the training images to test and, unless there is a validation split, to validation.
 
-    Copies of one image have the same number in `groups` and stay in one split. None: copies were not detected. With a
-    `fold`, its images become the test split, and test images, given or held out, are not used.
+    Copies of one image have the same number in `groups` and stay in one split. With a `fold`, its images become the
+    test split, and test images, given or held out, are not used.
     """
     train = listing.splits["train"]
     labels = listing.labels("train")

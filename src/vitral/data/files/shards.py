@@ -15,7 +15,6 @@ import hashlib
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
@@ -27,11 +26,8 @@ from vitral.data.files.listing import (
     SPLIT_NAMES,
     DatasetListing,
     NamedLocation,
-    divides_images,
-    hold_out_splits,
+    hold_out_missing_splits,
     make_listing,
-    merge_validation,
-    needs_holdout,
 )
 from vitral.data.files.location import ImageLocation, file_version
 from vitral.data.files.remote import MAX_IMAGE_BYTES, is_url, open_url, read_range, url_version
@@ -67,17 +63,7 @@ def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: 
     listing = make_listing(
         pattern, images, source=shards.source, hint=LABEL_HINT, state=shards.versions, class_key=_numbers_first
     )
-    if fold is not None:
-        listing = merge_validation(listing)
-    if not needs_holdout(listing, test_split):
-        return listing
-    if not divides_images(validation, test_split, fold):
-        return hold_out_splits(listing, validation, None, test_split, fold)
-    if not any(map(is_url, shards.paths)):
-        groups = _duplicate_groups([location for location, _ in listing.splits["train"]])
-        return hold_out_splits(listing, validation, groups, test_split, fold)
-    listing = hold_out_splits(listing, validation, None, test_split, fold)
-    return replace(listing, source=f"{listing.source}, near-duplicates not detected in remote shards")
+    return hold_out_missing_splits(listing, validation, test_split, fold, _duplicate_groups)
 
 
 class ShardIndices(NamedTuple):
@@ -197,5 +183,8 @@ def _numbers_first(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
 
 
-def _duplicate_groups(locations: Sequence[ImageLocation]) -> np.ndarray[Any, Any]:
+def _duplicate_groups(locations: Sequence[ImageLocation]) -> np.ndarray[Any, Any] | None:
+    """Groups of copies; None if they would have to be downloaded."""
+    if any(is_url(location.path) for location in locations):
+        return None
     return connected_groups(len(locations), near_duplicate_pairs(thumbnails(locations)))
