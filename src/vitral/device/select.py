@@ -67,7 +67,7 @@ class Hardware:
 
     def synchronize(self) -> None:
         """Wait for the device, for example before reading a clock."""
-        if self.device.type == "cuda":
+        if self.is_gpu:
             torch.cuda.synchronize(self.device)
 
     def without_fp8(self, reason: str) -> Hardware:
@@ -83,13 +83,13 @@ class Hardware:
     def rng_state(self) -> dict[str, torch.Tensor]:
         """States of PyTorch's default generators."""
         states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
+        if self.is_gpu:
             states["gpu"] = torch.cuda.get_rng_state(self.device)
         return states
 
     def set_rng_state(self, states: dict[str, torch.Tensor]) -> None:
         torch.set_rng_state(states["cpu"])
-        if self.device.type == "cuda" and "gpu" in states:
+        if self.is_gpu and "gpu" in states:
             torch.cuda.set_rng_state(states["gpu"], self.device)
 
     @property
@@ -99,7 +99,7 @@ class Hardware:
     @property
     def name(self) -> str:
         """ "2 CPU cores", or the name of the GPU."""
-        if self.device.type == "cuda":
+        if self.is_gpu:
             return torch.cuda.get_device_name(self.device)
         cores = available_cpus()
         return f"{cores} CPU core{'s' if cores != 1 else ''}"

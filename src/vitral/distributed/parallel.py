@@ -62,7 +62,7 @@ def choose_parallelism(
 
 def place_model(
     model: nn.Module,
-    plan: ParallelPlan,
+    parallel: ParallelPlan,
     *,
     device: torch.device,
     world_size: int,
@@ -71,7 +71,7 @@ def place_model(
 ) -> None:
     """Move the model to the device in place. With FSDP, each rank keeps its shard of every parameter and blocks are
     gathered only while they compute."""
-    if plan.mode != "fsdp":
+    if parallel.mode != "fsdp":
         model.to(device)
         return
     from torch.distributed.device_mesh import init_device_mesh
@@ -94,10 +94,10 @@ def place_model(
 
 
 def make_reducer(
-    model: nn.Module, plan: ParallelPlan, world: World, reduce_dtype: ReduceDtype = "fp32"
+    model: nn.Module, parallel: ParallelPlan, world: World, reduce_dtype: ReduceDtype = "fp32"
 ) -> GradientReducer | None:
     """With DDP, copy the weights of rank 0 to all ranks and return the reducer of their gradients; None otherwise."""
-    if plan.mode != "ddp":
+    if parallel.mode != "ddp":
         return None
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, src=0)

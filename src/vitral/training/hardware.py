@@ -81,11 +81,11 @@ def parallel_plan(recipe: Recipe, hardware: Hardware) -> ParallelPlan:
     )
 
 
-def check_cuda_graphs(hardware: Hardware, plan: ParallelPlan, log: LogFn = no_log) -> Hardware:
+def check_cuda_graphs(hardware: Hardware, parallel: ParallelPlan, log: LogFn = no_log) -> Hardware:
     """The hardware without CUDA graphs if the ranks' collectives cannot be captured on it. All ranks must call this."""
-    if plan.mode == "single" or not hardware.cuda_graphs:
+    if parallel.mode == "single" or not hardware.cuda_graphs:
         return hardware
-    if plan.mode == "fsdp":
+    if parallel.mode == "fsdp":
         return hardware.without_cuda_graphs("FSDP gathers parameters while it computes")
     reason = hardware.world.first_reason(collective_capture_failure(hardware.device, hardware.world.size))
     if reason is None:
