@@ -105,6 +105,15 @@ def test_tta_averages_the_logits_of_the_engine(run: Path) -> None:
 
 
 @pytest.mark.slow
+def test_thresholds_and_ood_detection_are_those_of_predictions_without_tta(run: Path, noise_images: Path) -> None:
+    target, options = load_eval_target(run), {"max_error": 0.2, "coverage": 0.9, "ood_data": str(noise_images)}
+    (plain, _), (with_tta, _) = (evaluate(target, tta=tta, **options) for tta in ("none", "flip"))  # type: ignore[arg-type]
+    assert with_tta.headline != plain.headline
+    for name in ("confidence_threshold", "prediction_sets", "ood"):
+        assert getattr(with_tta, name) == getattr(plain, name) is not None
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_a_longer_training_is_significantly_better(run: Path, command: Command, tmp_path: Path) -> None:
     vitral.train("digits", epochs=1, out=tmp_path / "worse", **TINY_MODEL)

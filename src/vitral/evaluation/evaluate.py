@@ -29,7 +29,6 @@ from vitral.evaluation.selective_prediction import ConfidenceThreshold, evaluate
 from vitral.evaluation.time_estimate import duration_text, estimate_corrupted_seconds, estimate_logit_seconds
 from vitral.evaluation.tta import tta_logits
 from vitral.inference.engine import EngineChoice
-from vitral.inference.predictor import Predictor
 from vitral.recipes.options import TTA
 from vitral.utils.intervals import Interval, proportion_interval
 from vitral.utils.progress import LogFn, format_duration, no_log
@@ -54,21 +53,15 @@ def evaluate(
             the sets that are stored with the model, if any.
         ood_data: a dataset or folder of out-of-distribution images; also measure how well they are detected.
         corrupted_images: also measure the accuracy on this many images under corruption.
-        tta: test-time augmentation of the evaluated images; the accuracy without it is measured too.
+        tta: test-time augmentation of the evaluated images. The accuracy without it is measured too. The threshold,
+            the prediction sets, OOD detection and robustness are those of predictions, which use no TTA.
         note: called first with the expected duration, which is measured on a few images.
     """
     predictor = target.predictor
-    if max_error is not None:
-        target.require_validation_images("--max-error")
-    if coverage is not None:
-        target.require_validation_images("--coverage")
-        check_image_count(len(target.validation_split), coverage)
+    check_options(target, max_error, coverage, corrupted_images)
     message = f"Evaluating on {len(target.split):,} {target.split_name} images"
     log(message)
-    corruption_engine = None
-    if corrupted_images:
-        check_corruptible(predictor)
-        corruption_engine = class_engine(predictor, target.split.images)
+    corruption_engine = class_engine(predictor, target.split.images) if corrupted_images else None
     if note is not None:
         kinds = f", clean and under {len(CORRUPTIONS)} corruptions" if corrupted_images else ""
         note(f"{message}{kinds}: {expected_duration(target, corrupted_images, corruption_engine)}")
@@ -88,9 +81,9 @@ def evaluate(
         predictor.model_config.calibration,
         engine=predictor.engine.info(),
         tta=tta,
-        confidence_threshold=None if max_error is None else choose_threshold(target, logits, max_error),
+        confidence_threshold=None if max_error is None else choose_threshold(target, plain_logits, max_error),
         prediction_sets=measure_prediction_sets(target, plain_logits, coverage),
-        ood=None if ood_data is None else evaluate_ood(target, logits, ood_data, log, notes),
+        ood=None if ood_data is None else evaluate_ood(target, plain_logits, ood_data, log, notes),
         robustness=None
         if corruption_engine is None
         else corruption_robustness(target, plain_logits, corrupted_images, corruption_engine, log),
@@ -101,12 +94,26 @@ def evaluate(
     return replace(report, notes=tuple(notes), accuracy_without_tta=plain), logits
 
 
+def check_options(target: EvalTarget, max_error: float | None, coverage: float | None, corrupted_images: int) -> None:
+    """Raise VitralError for options that need other images than the target has."""
+    if max_error is not None:
+        target.require_validation_images("--max-error")
+    if coverage is not None:
+        target.require_validation_images("--coverage")
+        check_image_count(len(target.validation_split), coverage)
+    pixel_format = target.predictor.model_config.preprocessing.pixel_format
+    if corrupted_images and pixel_format.dtype != "uint8":
+        raise VitralError(
+            f"corruptions are defined for 8-bit images; the model expects {pixel_format}", "Omit --robustness"
+        )
+
+
 def _accuracy(logits: Tensor, labels: Tensor) -> Interval:
     return proportion_interval(int((logits.argmax(dim=1).cpu() == labels).sum()), len(labels))
 
 
 def choose_threshold(target: EvalTarget, logits: Tensor, max_error: float) -> ConfidenceThreshold:
-    """Choose a confidence threshold on the validation images and evaluate it on the target's logits."""
+    """Choose a confidence threshold on the validation images and evaluate it on the target's logits, without TTA."""
     calibration, validation = target.predictor.model_config.calibration, target.validation_split
 
     def confidence_and_correctness(logits_NK: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,15 +174,6 @@ def corruption_robustness(
         in_parallel=target.predictor.hardware.device.type == "cpu",
         progress=show_progress,
     )
-
-
-def check_corruptible(predictor: Predictor) -> None:
-    """Refuse models of images that are not photographs."""
-    pixel_format = predictor.model_config.preprocessing.pixel_format
-    if pixel_format.dtype != "uint8":
-        raise VitralError(
-            f"corruptions are defined for 8-bit images; the model expects {pixel_format}", "Omit --robustness"
-        )
 
 
 @torch.inference_mode()

@@ -64,14 +64,15 @@ class EvaluationReport(Metrics):
     uncalibrated: Reliability  # softmax(logits)
     calibrated: Reliability  # softmax(logits / temperature)
     risk_coverage: RiskCoverage
+    # These are measured without TTA, as predictions are made.
     confidence_threshold: ConfidenceThreshold | None = None
-    prediction_sets: PredictionSetReport | None = None  # without TTA; None: neither requested nor stored
+    prediction_sets: PredictionSetReport | None = None  # None: neither requested nor stored
     ood: OODResult | None = None
     robustness: Robustness | None = None
     split: str = "test"
     calibrated_on: str = "validation"  # split on which temperature and OOD threshold were fitted
     engine: Mapping[str, Any] = field(default_factory=dict)  # EngineChoice.info() of the engine in use
-    tta: TTA = "none"  # of all metrics, except `accuracy_without_tta`
+    tta: TTA = "none"  # of the logits that the other metrics are computed from
     accuracy_without_tta: Interval | None = None  # that of predict and evaluate, which use no TTA; None if tta="none"
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
     leak: LeakReport | None = None  # evaluated images that were used for training; None: unknown
