@@ -19,7 +19,7 @@ from vitral.device.select import select_hardware
 from vitral.doctor import backbones
 from vitral.doctor.backbones import BACKBONES, AffordableBackbone, Backbone, DataFacts
 from vitral.doctor.estimates import OVERHEAD_SECONDS, TimeEstimate
-from vitral.doctor.time_estimate import StepTimes
+from vitral.doctor.step_times import StepTimes
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.builtin import get_recipe

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from vitral.doctor.time_estimate import StepTimes, time_steps
+from vitral.doctor.step_times import StepTimes, time_steps
 from vitral.reporting.terminal.tables import duration_range
 
 

@@ -10,7 +10,7 @@ from vitral.analysis.cost import activation_bytes
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, select_hardware
 from vitral.device.threads import select_threads, thread_count
-from vitral.doctor.time_estimate import time_steps
+from vitral.doctor.step_times import time_steps
 from vitral.recipes.schema import Recipe
 from vitral.training.backend import make_backend
 from vitral.training.hardware import parallel_plan

@@ -1,4 +1,4 @@
-"""From timed training steps to a range for the duration of a whole run, and whether other processes disturbed them."""
+"""Time training steps: a range for the time per step, and whether other processes disturbed the measurement."""
 
 from __future__ import annotations
 
