@@ -10,8 +10,8 @@ from vitral.explain.occlusion import occlusion
 from vitral.explain.relevance import relevance
 from vitral.explain.rollout import rollout
 
-METHODS: dict[str, Method] = {
-    "attention": Method(
+_METHODS = (
+    Method(
         name="attention",
         summary="attention of one layer or head",
         function=attention,
@@ -19,7 +19,7 @@ METHODS: dict[str, Method] = {
         needs="trace",
         is_class_specific=False,
     ),
-    "rollout": Method(
+    Method(
         name="rollout",
         summary="product of the attention of all layers",
         function=rollout,
@@ -27,21 +27,21 @@ METHODS: dict[str, Method] = {
         needs="trace",
         is_class_specific=False,
     ),
-    "relevance": Method(
+    Method(
         name="relevance",
         summary="attention of all layers that raised the class's logit",
         function=relevance,
         unit="relevance, 0 or more",
         needs="gradients",
     ),
-    "gradcam": Method(
+    Method(
         name="gradcam",
         summary="patches of the last layer, weighted by the gradient of the class's logit",
         function=gradcam,
         unit="weighted activation, 0 or more",
         needs="gradients",
     ),
-    "occlusion": Method(
+    Method(
         name="occlusion",
         summary="drop of the class's log-odds when a region is covered",
         function=occlusion,
@@ -49,7 +49,7 @@ METHODS: dict[str, Method] = {
         needs="logits",
         is_signed=True,
     ),
-    "integrated-gradients": Method(
+    Method(
         name="integrated-gradients",
         summary="gradients integrated from the mean colour to the image (captum)",
         function=integrated_gradients,
@@ -59,7 +59,7 @@ METHODS: dict[str, Method] = {
         is_pixelwise=True,
         is_signed=True,
     ),
-    "smoothgrad": Method(
+    Method(
         name="smoothgrad",
         summary="gradient magnitude averaged over noisy copies (captum)",
         function=smoothgrad,
@@ -68,7 +68,7 @@ METHODS: dict[str, Method] = {
         needs="gradients",
         is_pixelwise=True,
     ),
-    "shapley": Method(
+    Method(
         name="shapley",
         summary="Shapley value of each patch, by sampling (captum)",
         function=shapley,
@@ -78,5 +78,6 @@ METHODS: dict[str, Method] = {
         is_signed=True,
         is_slow=True,
     ),
-}
+)
+METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 DEFAULT = ("rollout", "relevance")  # both are fast, and relevance depends on the class

@@ -164,7 +164,7 @@ def explanation_to_dict(explanation: Explanation, predictor: Predictor, files: S
         "heatmaps": [
             {
                 "method": heat.method.name,
-                **label_to_dict(heat.label),
+                **_target_to_dict(heat.label),
                 "unit": heat.method.unit,
                 "patches": patch_means(heat, config),
             }
@@ -174,7 +174,7 @@ def explanation_to_dict(explanation: Explanation, predictor: Predictor, files: S
     }
 
 
-def label_to_dict(label: Label | TargetValue | None) -> dict[str, Any]:
+def _target_to_dict(label: Label | TargetValue | None) -> dict[str, Any]:
     if isinstance(label, TargetValue):
         return {"target": label.name, "value": label.value}
     return {} if label is None else {"class": label.name, "probability": label.probability}

@@ -124,14 +124,14 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
         speed = f", {last['images_per_second']:,.0f} images/s" if "images_per_second" in last else ""
         stopped = recipe is not None and last["epoch"] < recipe.epochs
         epoch = f"weights of epoch {config.epoch}" + (f"; stopped early after epoch {last['epoch']}" if stopped else "")
-        facts.append(("Training", f"{format_duration(last.get('seconds', math.nan))}{speed}; {epoch}"))
+        facts.append(("Training", f"{elapsed_text(last.get('seconds', math.nan))}{speed}; {epoch}"))
     if environment.get("hardware"):
         facts.append(("Hardware", f"{environment['hardware']}, {environment.get('precision', '')}".rstrip(", ")))
     facts.append(("Report created", time.strftime("%Y-%m-%d %H:%M")))
     return tuple(facts)
 
 
-def format_duration(seconds: float) -> str:
+def elapsed_text(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown duration"
     minutes, seconds_left = divmod(round(seconds), 60)

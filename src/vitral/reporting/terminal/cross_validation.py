@@ -11,7 +11,7 @@ from vitral.evaluation.cross_validation import INTERVAL_NOTE, CrossValidation, F
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, evaluation_warning
 from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
-from vitral.reporting.terminal.evaluation import percent
+from vitral.reporting.terminal.evaluation import as_percent
 from vitral.reporting.terminal.result import class_accuracy_text
 from vitral.reporting.terminal.training import vitral_command
 from vitral.utils.progress import format_duration
@@ -41,9 +41,9 @@ def print_result(console: Console, result: CrossValidation, folder: Path) -> Non
     model = shell_quote(folder)
     is_constant = result.accuracy.low == result.accuracy.high
     over = f"over {len(result.folds)} folds"
-    value, interval = percent(result.accuracy)
+    value, interval = as_percent(result.accuracy)
     spread = f"equal in all folds, so no interval {over}" if is_constant else f"95% CI {interval}, Student's t {over}"
-    pooled_value, pooled_interval = percent(result.pooled.headline.accuracy)
+    pooled_value, pooled_interval = as_percent(result.pooled.headline.accuracy)
     lines = [
         f"\nMean of the folds   {value} ({spread})",
         f"All images          {pooled_value} (95% CI {pooled_interval}, Wilson over {result.pooled.images:,} "

@@ -82,31 +82,31 @@ def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = Fa
 def metric_rows(report: EvaluationReport) -> list[tuple[str, str, str, str]]:
     """Name, value, interval and note of each metric."""
     headline, uncalibrated = report.headline, report.uncalibrated
-    rows = [("Accuracy", *percent(headline.accuracy), "")]
+    rows = [("Accuracy", *as_percent(headline.accuracy), "")]
     if len(report.per_class) > 5:
-        rows.append(("Top-5 accuracy", *percent(headline.top5), ""))
+        rows.append(("Top-5 accuracy", *as_percent(headline.top5), ""))
     if report.is_imbalanced:
         worst = report.worst_class
-        rows.append(("Balanced accuracy", *percent(headline.balanced_accuracy), "mean recall of the classes"))
-        rows.append(("Worst class", *percent(report.worst_recall), f"{worst.name}, {worst.support:,} images"))
-    rows.append(("Macro F1", *percent(headline.macro_f1), ""))
+        rows.append(("Balanced accuracy", *as_percent(headline.balanced_accuracy), "mean recall of the classes"))
+        rows.append(("Worst class", *as_percent(report.worst_recall), f"{worst.name}, {worst.support:,} images"))
+    rows.append(("Macro F1", *as_percent(headline.macro_f1), ""))
     for name, value, before in (
         ("Cross-entropy", headline.nll, uncalibrated.nll),
         ("Brier score", headline.brier, uncalibrated.brier),
     ):
         changed = f"{before:.4f}" != f"{value.value:.4f}"
-        rows.append((name, *decimal(value), f"{before:.4f} uncalibrated" if changed else ""))
-    rows.append(("Calibration error", *percent(headline.ece), calibration_note(report)))
-    rows.append(("AURC", *decimal(headline.aurc), f"optimal {report.risk_coverage.optimal_aurc:.4f}"))
+        rows.append((name, *as_decimal(value), f"{before:.4f} uncalibrated" if changed else ""))
+    rows.append(("Calibration error", *as_percent(headline.ece), calibration_note(report)))
+    rows.append(("AURC", *as_decimal(headline.aurc), f"optimal {report.risk_coverage.optimal_aurc:.4f}"))
     return rows
 
 
-def percent(value: Interval) -> tuple[str, str]:
+def as_percent(value: Interval) -> tuple[str, str]:
     """The value and its interval."""
     return f"{value.value:.2%}", value.percent_range()
 
 
-def decimal(value: Interval) -> tuple[str, str]:
+def as_decimal(value: Interval) -> tuple[str, str]:
     return f"{value.value:.4f}", f"{value.low:.4f}-{value.high:.4f}"
 
 
@@ -125,7 +125,7 @@ def threshold_text(threshold: ConfidenceThreshold) -> str:
             f"No image reaches the confidence threshold of {threshold.confidence:.1%}, which is needed for an error "
             f"rate of {threshold.max_error:.2%}."
         )
-    error_rate, interval = percent(threshold.error_rate)
+    error_rate, interval = as_percent(threshold.error_rate)
     return (
         f"For an error rate of at most {threshold.max_error:.2%}, accept predictions with a confidence of at least "
         f"{threshold.confidence:.1%}\n(chosen on the validation images): {threshold.coverage.value:.1%} of these "
@@ -135,7 +135,7 @@ def threshold_text(threshold: ConfidenceThreshold) -> str:
 
 def prediction_sets_text(sets: PredictionSetReport) -> str:
     """Target, measured coverage, sizes, and the classes that are covered less often."""
-    value, interval = percent(sets.coverage)
+    value, interval = as_percent(sets.coverage)
     lines = [
         f"Prediction sets for {100 * sets.target:.4g}% coverage (fitted on {sets.fitted_images:,} validation images)",
         f"  {'Coverage':<20}{value:>8}  {interval:<18}share of sets that contain the true class",
@@ -157,7 +157,7 @@ def print_ood(result: OODResult, console: Console) -> None:
     for name in ("AUROC", "95% interval", "FPR95¹", "detected²", "false positives²"):
         table.add_column(name, justify="right", header_style="dim", no_wrap=True)
     for score in result.scores:
-        auroc, interval = percent(score.auroc)
+        auroc, interval = as_percent(score.auroc)
         table.add_row(
             score.name,
             f"[bold]{auroc}[/bold]" if score is result.best else auroc,
@@ -202,7 +202,7 @@ def print_paired_comparison(comparison: PairedComparison, first: str, second: st
     images = f"{comparison.images:,} images"
     console.print(f"{images:<{width + 12}}[dim]95% interval[/dim]")
     for name, accuracy in ((name1, comparison.first), (name2, comparison.second)):
-        value, interval = percent(accuracy)
+        value, interval = as_percent(accuracy)
         console.print(f"  {name:<{width}}{value:>8}  {interval}", soft_wrap=True)
     gap = comparison.difference
     console.print(

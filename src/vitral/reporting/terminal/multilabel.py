@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitral.evaluation.multilabel import MultiLabelReport
-from vitral.reporting.terminal.evaluation import percent, print_header
+from vitral.reporting.terminal.evaluation import as_percent, print_header
 from vitral.utils.intervals import Interval
 
 MAX_COOCCURRENCE_CLASSES = 20  # a larger table does not fit a terminal
@@ -18,7 +18,7 @@ def print_multilabel(report: MultiLabelReport, full: bool, allow_leak: bool = Fa
     caveat = "the best epoch and the thresholds were selected on them, so new images will score slightly lower"
     print_header(console, report, allow_leak, caveat)
     for name, interval, note in metric_rows(report):
-        value, bounds = percent(interval)
+        value, bounds = as_percent(interval)
         shown = f"[bold]{value:>8}[/bold]" if name == "mAP" else f"{value:>8}"
         console.print(f"  {name:<20}{shown}  {bounds:<18}[dim]{note}[/dim]".rstrip(), soft_wrap=True)
     console.print(

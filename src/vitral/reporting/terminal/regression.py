@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from vitral.evaluation.regression import RegressionReport, TargetMetrics
-from vitral.reporting.terminal.evaluation import percent, print_header
+from vitral.reporting.terminal.evaluation import as_percent, print_header
 from vitral.utils.intervals import Interval
 
 
@@ -34,11 +34,11 @@ def metric_rows(metrics: TargetMetrics) -> list[tuple[str, str, str, str]]:
     rows = [
         (
             "MAE",
-            *decimal(metrics.mae),
+            *as_decimal(metrics.mae),
             f"mean absolute error; {metrics.name} is {metrics.mean:.4g} ± {metrics.std:.4g}",
         ),
-        ("RMSE", *decimal(metrics.rmse), ""),
-        ("Bias", *decimal(metrics.bias), "mean of predicted minus true"),
+        ("RMSE", *as_decimal(metrics.rmse), ""),
+        ("Bias", *as_decimal(metrics.bias), "mean of predicted minus true"),
     ]
     if metrics.r2 is None:
         rows.append(("R²", "–", "", "undefined: all true values are equal"))
@@ -46,9 +46,9 @@ def metric_rows(metrics: TargetMetrics) -> list[tuple[str, str, str, str]]:
         rows.append(("R²", f"{metrics.r2.value:.4f}", f"{metrics.r2.low:.4f} to {metrics.r2.high:.4f}", ""))
     if (fitted := metrics.interval) is not None:
         note = f"share of true values within ± {fitted.half_width:.4g}; target {100 * fitted.target:.4g}%"
-        rows.append(("Interval coverage", *percent(fitted.coverage), note))
+        rows.append(("Interval coverage", *as_percent(fitted.coverage), note))
     return rows
 
 
-def decimal(value: Interval) -> tuple[str, str]:
+def as_decimal(value: Interval) -> tuple[str, str]:
     return f"{value.value:.4g}", f"{value.low:.4g} to {value.high:.4g}"

@@ -13,7 +13,7 @@ from vitral.evaluation.regression import RegressionReport
 from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal.multilabel import pairs_text
-from vitral.reporting.terminal.regression import decimal
+from vitral.reporting.terminal.regression import as_decimal
 from vitral.reporting.terminal.training import vitral_command
 from vitral.runs.run import ARRAY_EXAMPLE, EXAMPLE, Run
 from vitral.training.class_balance import training_imbalance
@@ -82,7 +82,7 @@ def regression_lines(report: RegressionReport) -> list[str]:
         r2 = "" if metrics.r2 is None else f", R² {metrics.r2.value:.3f}"
         fitted = metrics.interval
         width = "" if fitted is None else f"; {fitted.coverage.value:.1%} within ± {fitted.half_width:.4g}"
-        mae, interval = decimal(metrics.mae)
+        mae, interval = as_decimal(metrics.mae)
         lines.append(f"  {metrics.name:<14}MAE {mae} ({interval}), RMSE {metrics.rmse.value:.4g}{r2}{width}")
     return [*lines, *no_test_lines(report, 2, "the epoch was"), ""]
 
