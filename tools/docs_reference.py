@@ -27,7 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def command_line() -> str:
     """Every command with every argument and flag."""
     lines = ["# Command line", "", "Every command prints this with `--help`. Exit status: 0 success, 1 problems were"]
-    lines += ["reported, 2 an error that you can fix, 130 interrupted.", ""]
+    lines += ["reported, 2 an error that you can fix, 130 interrupted. The how-to guides show the commands in use.", ""]
     for group, commands in COMMAND_GROUPS.items():
         lines += [f"## {group}", ""]
         for name, arguments, summary in commands:
@@ -121,6 +121,9 @@ def schema_type(schema: dict[str, Any]) -> str:
 
 
 def row(*cells: str) -> str:
-    """A Markdown table row with its cells escaped."""
-    escaped = (cell if cell.startswith("`") else html.escape(cell, quote=False).replace("[", "&#91;") for cell in cells)
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in escaped) + " |"
+    """A Markdown table row. Cells that are not code are escaped; in code, a backslash before | would be shown."""
+    escaped = (
+        cell if cell.startswith("`") else html.escape(cell, quote=False).replace("[", "&#91;").replace("|", "&#124;")
+        for cell in cells
+    )
+    return "| " + " | ".join(cell.replace("\n", " ") for cell in escaped) + " |"

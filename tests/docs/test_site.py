@@ -84,6 +84,11 @@ def test_the_reference_shows_the_fields_of_results_with_their_comments(site: Pat
 
 
 @pytest.mark.slow
+def test_the_reference_shows_the_choices_of_a_flag_as_they_are_typed(site: Path) -> None:
+    assert "<code>--device auto|cpu|gpu|cuda</code>" in (site / "reference" / "cli.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_pages_load_nothing_from_the_network(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     for page in pages:
