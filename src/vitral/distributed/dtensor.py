@@ -38,8 +38,8 @@ def full_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor], unchanged: Collection[str] = ()) -> None:
     """Load full tensors into a model that may be sharded. Tensors named in `unchanged` may be missing."""
     current = model.state_dict()
-    kept = {name: current[name] for name in unchanged if name not in state}
-    model.load_state_dict(kept | {name: shard_like(tensor, current.get(name)) for name, tensor in state.items()})
+    missing = {name: current[name] for name in unchanged if name not in state}
+    model.load_state_dict(missing | {name: shard_like(tensor, current.get(name)) for name, tensor in state.items()})
 
 
 def shard_optimizer_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -243,9 +243,9 @@ def compute_wgrad_scales(blocks: list[Any], bounds: Tensor) -> list[WgradScales]
     max_row_norm = torch.stack(max_abs).view(2, -1, 2).sum(0) * norms[0].weight.numel() ** 0.5
     _, _, expand, contract = bounds.unflatten(0, (len(blocks), 4)).unbind(1)
     norm1, norm2 = (max_row_norm / FP8_MAX.value).unbind(1)
-    kept = 1 / (1 - max(block.mlp.dropout.p for block in blocks))  # factor of the values that dropout keeps
-    gelu = kept * (norm2 * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MAX.value)
-    grad_ratio = kept * GELU_MAX_SLOPE.value * contract[:, 1, 0]
+    dropout_factor = 1 / (1 - max(block.mlp.dropout.p for block in blocks))  # of the values that dropout keeps
+    gelu = dropout_factor * (norm2 * expand[:, 0, 0] + expand[:, 0, 1] / FP8_MAX.value)
+    grad_ratio = dropout_factor * GELU_MAX_SLOPE.value * contract[:, 1, 0]
     scales = torch.stack([norm1, norm2, gelu, grad_ratio, norm2 * grad_ratio], dim=1).clamp_min(1e-30)
     aligned = scales[:, :, None].expand(-1, -1, 4).contiguous()  # GEMMs read scales at multiples of 16 bytes
     return [WgradScales(*row.unbind()) for row in aligned[:, :, 0]]

@@ -62,14 +62,14 @@ def exclude_files(
         return files, 0
     root = _root(data).absolute()
     excluded = {root / path for path in exclude}
-    kept = {
+    remaining = {
         split: [(file, label) for file, label in items if file.absolute() not in excluded]
         for split, items in files.items()
     }
-    count = sum(map(len, files.values())) - sum(map(len, kept.values()))
+    count = sum(map(len, files.values())) - sum(map(len, remaining.values()))
     if not count:
         raise VitralError(
             f"none of the excluded files is in {data}: {truncate_list(exclude, 3)}",
             "Paths in the list are relative to the current folder or to the dataset",
         )
-    return kept, count
+    return remaining, count

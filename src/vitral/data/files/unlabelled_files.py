@@ -127,11 +127,11 @@ def merge_image_files(sources: Sequence[ImageFiles], exclude: Sequence[str] = ()
     """
     unique = _unique_locations(sources)
     num_repeated = sum(len(source.locations) for source in sources) - len(unique)
-    kept, num_excluded = unique, 0
+    locations, num_excluded = unique, 0
     if exclude:
         files, num_excluded = exclude_files({"train": [(Path(item.path), item) for item in unique]}, exclude, data)
-        kept = [location for _, location in files["train"]]
-    if not kept:
+        locations = [location for _, location in files["train"]]
+    if not locations:
         raise VitralError(f"all {num_excluded:,} images of {data} are excluded", "Shorten the list of --exclude")
     notes = [note for source in sources for note in source.notes]
     if num_repeated:
@@ -141,7 +141,7 @@ def merge_image_files(sources: Sequence[ImageFiles], exclude: Sequence[str] = ()
     return DatasetListing(
         name=join_names([source.name for source in sources]),
         classes=(),
-        splits={"train": [(location, 0) for location in kept], "validation": [], "test": []},
+        splits={"train": [(location, 0) for location in locations], "validation": [], "test": []},
         source=f"from {origin}" + (f", {num_excluded:,} excluded" if num_excluded else ""),
         state=[source.state for source in sources if source.state is not None] or None,
         notes=tuple(notes),
