@@ -116,7 +116,9 @@ def comparability_notes(before: Predictor | None, after: Predictor, dataset: Dat
             continue
         config = predictor.model_config
         if config.trained_on == dataset.name and set(config.classes) & set(dataset.classes):
-            notes.append(f"{side} was trained with labels of {dataset.name}: more than the stated fraction")
+            notes.append(
+                f"{side} was trained with labels of {dataset.name}, so it has seen more than the stated fraction"
+            )
     if before is None:
         return notes
     sizes = [sum(p.numel() for p in predictor.model.parameters()) for predictor in (before, after)]
