@@ -1,6 +1,7 @@
 """Image loading throughput: vitral compared with a torch DataLoader, on the same files and two CPU cores.
 
     python benchmarks/data_pipeline.py FOLDER [--megapixels 12 --grain 6] [--repeat 20] [--rounds 3] [--quick]
+        [--pipelines dataloader fingerprints ...] [--trees BEFORE .]
 
 dataloader   A DataLoader with two workers. Each image is opened with Pillow, cropped (RandomResizedCrop 224), flipped
              and normalised one at a time, with torchvision's operations on Pillow images written out.
@@ -22,8 +23,9 @@ streamed     An epoch without a packed file.
 FOLDER are first written to a temporary folder (or to `--folder`, which is reused if it exists) as JPEGs (quality 90) at
 `--scale` times their size, `--repeat` times. With `--megapixels` they are enlarged to that size at 4:3, and `--grain`
 adds uniform noise of that amplitude, because enlarged photographs are smoother than those of a camera. Each pipeline
-runs in its own process, alternating. Those of vitral keep freed memory, as its command line does. Memory is the peak
-over the process and its workers, without file caches (Pss_Anon + Pss_Shmem), sampled every 0.5 s.
+runs in its own process, alternating; those of vitral run from each of `--trees`, checkouts of it. Those of vitral keep
+freed memory, as its command line does. Memory is the peak over the process and its workers, without file caches
+(Pss_Anon + Pss_Shmem), sampled every 0.5 s.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ from _output import add_output_arguments, environment, write_results
 BATCH_SIZE, IMAGE_SIZE, NUM_WORKERS = 64, 224, 2
 STORED_SIZE = 248  # shorter side of stored training images
 PIPELINES = ("dataloader", "draft", "kept_memory", "simplejpeg", "vitral", "fingerprints", "overlapped")
+OWN = ("vitral", "fingerprints", "overlapped")
 SAMPLE_SECONDS = 0.5  # sampling every 50 ms slowed a process with mapped files by a third
 MEAN = STD = (0.5, 0.5, 0.5)
 KEEP_MEMORY = {
@@ -313,9 +316,10 @@ def write_images(args: argparse.Namespace, target: Path) -> dict[str, Any]:
     return images
 
 
-def run_process(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
+def run_process(pipeline: str, folder: Path, quick: bool, tree: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as home:
         env = {**os.environ, "VITRAL_HOME": home, "OMP_NUM_THREADS": str(NUM_WORKERS)}
+        env |= {"PYTHONPATH": str(tree.resolve() / "src")} if tree else {}
         env |= KEEP_MEMORY if pipeline in ("kept_memory", "simplejpeg") else {}
         command = [sys.executable, __file__, str(folder), "--pipeline", pipeline, *["--quick"] * quick]
         output = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
@@ -324,15 +328,22 @@ def run_process(pipeline: str, folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def print_summary(rounds: list[dict[str, dict[str, float]]]) -> None:
+    if "dataloader" not in rounds[0]:
+        return
     for name in rounds[0]:
         speeds = [results[name]["images_per_second"] for results in rounds]
         ratios = [
             speed / results["dataloader"]["images_per_second"] for speed, results in zip(speeds, rounds, strict=True)
         ]
+        cpu_ms = [results[name]["cpu_ms_per_image"] for results in rounds]
+        cpu_ratios = [
+            results["dataloader"]["cpu_ms_per_image"] / ms for ms, results in zip(cpu_ms, rounds, strict=True)
+        ]
         print(
-            f"{name:<12}{statistics.median(speeds):8,.1f} ({min(speeds):,.1f} - {max(speeds):,.1f}) images/s   "
+            f"{name:<16}{statistics.median(speeds):8,.1f} ({min(speeds):,.1f} - {max(speeds):,.1f}) images/s   "
             f"{statistics.median(ratios):6.2f}x DataLoader ({min(ratios):.2f} - {max(ratios):.2f})   "
-            f"{statistics.median(results[name]['cpu_ms_per_image'] for results in rounds):5.2f} ms CPU per image   "
+            f"{statistics.median(cpu_ms):5.2f} ms CPU per image, "
+            f"{statistics.median(cpu_ratios):.2f}x ({min(cpu_ratios):.2f} - {max(cpu_ratios):.2f})   "
             f"peak {max(results[name]['peak_mib'] for results in rounds):,.0f} MiB   "
             f"first batch after {statistics.median(results[name]['first_batch_seconds'] for results in rounds):.2f} s"
         )
@@ -358,6 +369,8 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="skip the augmented and the streamed epoch")
+    parser.add_argument("--pipelines", nargs="+", choices=PIPELINES, default=PIPELINES)
+    parser.add_argument("--trees", type=Path, nargs="+", help="checkouts to compare; by default the imported one")
     parser.add_argument("--write-only", action="store_true", help="write the JPEGs to --folder and measure nothing")
     add_output_arguments(parser)
     parser.add_argument("--pipeline", choices=PIPELINES, help=argparse.SUPPRESS)
@@ -371,14 +384,17 @@ def main() -> None:
         images = write_images(args, folder)
         if args.write_only:
             return
-        pipelines = [name for name in PIPELINES if name != "simplejpeg" or importlib.util.find_spec(name)]
+        pipelines = [name for name in args.pipelines if name != "simplejpeg" or importlib.util.find_spec(name)]
+        runs = [(name, tree) for name in pipelines for tree in (args.trees or [None] if name in OWN else [None])]
         packages = ("torch", "pillow", "simplejpeg")
         size = {"mean_size": images["mean_size"], "mean_kb": images["mean_kb"]}
         rounds, rows = list[dict[str, Any]](), list[dict[str, Any]]()
         for _ in range(args.rounds):
             rounds.append({})
-            for pipeline in pipelines:
-                results = run_process(pipeline, folder, args.quick)
+            for pipeline, tree in runs:
+                results = run_process(pipeline, folder, args.quick, tree)
+                if args.trees and len(args.trees) > 1 and tree is not None:
+                    results = {f"{name} {args.trees.index(tree)}": figures for name, figures in results.items()}
                 rounds[-1] |= results
                 for name, figures in results.items():
                     rows.append({"round": len(rounds), "pipeline": name, **size, **figures})

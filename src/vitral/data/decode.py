@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
-from PIL.JpegImagePlugin import JpegImageFile
 
 from vitral.data import tiff
 from vitral.data.files.walk import IMAGE_SUFFIXES, irregular_file_kind, iter_images
@@ -43,6 +42,7 @@ from vitral.errors import VitralError
 
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")  # Pillow's other decoders may start external programs
 EXIF_ORIENTATION = 0x0112
+DECODER_BLOCK = 2**22  # bytes that Pillow's decoders read at a time; its 64 kB slow a JPEG of 12 megapixels by 3%
 
 Array = np.ndarray[Any, Any]
 
@@ -195,19 +195,9 @@ def read_content(source: Path | str | bytes) -> bytes:
         return Path(source).read_bytes()
 
 
-def jpeg_reduction(content: bytes, min_side: int | None) -> int | None:
-    """By how much `decode_image` reduces a file that must cover `min_side`: 1, 2, 4 or 8; only JPEG files are reduced.
-
-    None if `decode_native` may return other pixels than `decode_image`: for TIFF, .npy and 16-bit PNG.
-    """
-    if content.startswith((NPY_MAGIC, *tiff.MAGIC)) or (content.startswith(PNG_MAGIC) and content[24] == 16):
-        return None
-    if min_side is None:
-        return 1
-    with _translate_errors(content, "the image"), _open(content) as image:
-        if not isinstance(image, JpegImageFile):
-            return 1
-        return next((factor for factor in (8, 4, 2) if min(image.size) >= factor * min_side), 1)
+def has_other_native_pixels(content: bytes) -> bool:
+    """Whether `decode_native` may return other pixels than `decode_image`: of TIFF, .npy and 16-bit PNG."""
+    return content.startswith((NPY_MAGIC, *tiff.MAGIC)) or (content.startswith(PNG_MAGIC) and content[24] == 16)
 
 
 def read_header(source: Path | str | bytes) -> ImageHeader:
@@ -281,10 +271,11 @@ def read_upright_size(source: Path | str | bytes, pixel_format: PixelFormat) -> 
 
 
 def _open(source: Path | str | bytes) -> Image.Image:
-    if isinstance(source, bytes):
-        return Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
-    _check_is_file(Path(source))
-    return Image.open(source, formats=IMAGE_FORMATS)
+    if not isinstance(source, bytes):
+        _check_is_file(Path(source))
+    image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=IMAGE_FORMATS)
+    image.decodermaxblock = DECODER_BLOCK
+    return image
 
 
 def _check_is_file(path: Path) -> None:

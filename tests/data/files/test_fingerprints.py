@@ -12,6 +12,7 @@ from PIL import Image
 
 from support.random_classes import save_random_image
 from vitral.data.datasets import load_builtin_dataset
+from vitral.data.decode import decode_image
 from vitral.data.files import fingerprints as module
 from vitral.data.files.duplicates import CopyMatches, find_copies
 from vitral.data.files.fingerprints import (
@@ -133,7 +134,7 @@ def test_saved_fingerprints_are_read_back(photos: list[Path], tmp_path: Path) ->
 def damaged_files() -> dict[str, bytes]:
     def npz(**arrays: object) -> bytes:
         content = io.BytesIO()
-        np.savez(content, **arrays)  # type: ignore[arg-type]
+        np.savez(content, format=module.FORMAT, **arrays)  # type: ignore[arg-type]
         return content.getvalue()
 
     hashes = np.zeros(3, dtype=np.uint64)
@@ -154,6 +155,36 @@ def test_damaged_file_is_refused_with_its_name(kind: str, tmp_path: Path) -> Non
     (tmp_path / "images.npz").write_bytes(damaged_files()[kind])
     with pytest.raises(VitralError, match=r"images\.npz is damaged"):
         load_fingerprints(tmp_path / "images.npz")
+
+
+def test_fingerprints_of_another_format_are_refused_not_compared(photos: list[Path], tmp_path: Path) -> None:
+    stored = fingerprints(*photos)
+    arrays = {"file_hashes": stored.file_hashes, "pixel_hashes": stored.pixel_hashes, "thumbnails": stored.thumbnails}
+    for name, format_number in (("unnumbered", {}), ("newer", {"format": np.array(module.FORMAT + 1)})):
+        np.savez(tmp_path / f"{name}.npz", **arrays, **format_number)  # type: ignore[arg-type]
+        with pytest.raises(VitralError, match=rf"{name}\.npz was written by another version") as error:
+            load_fingerprints(tmp_path / f"{name}.npz")
+        assert "Train again" in (error.value.hint or "")
+
+
+def test_copies_of_large_jpegs_are_found_at_any_decoded_size(tmp_path: Path) -> None:
+    """Training decodes large JPEG files at a reduced size, evaluation perhaps not."""
+    sizes = (1, 2, 8)
+    files = [save_random_image(tmp_path / f"{seed}.jpg", seed, (511, 386), quality=90) for seed in range(4)]
+    decoded = {size: module.empty_fingerprints(len(files)) for size in sizes}
+    for row, file in enumerate(files):
+        for size in sizes:
+            side = 386 // size
+            image = decode_image(file, min_size=(side, side), allow_reduced_jpeg=True)
+            assert image.height == -(-386 // size)
+            module.fingerprint_image(decoded[size], row, image)
+    for reference in sizes:
+        for size in sizes:
+            matches = find_copies(decoded[size], decoded[reference])
+            assert matches.any.all()
+            assert matches.exact.all() == (size == reference)
+    others = [save_random_image(tmp_path / f"{seed}.jpg", seed, (511, 386)) for seed in range(10, 14)]
+    assert not find_copies(fingerprints(*others), decoded[8]).any.any()
 
 
 def test_decompressed_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from vitral.data.decode import ImageDecodeError, decode_pixels, read_content
 from vitral.data.files.image_fingerprint import fingerprint_decoded
@@ -95,14 +96,14 @@ def decode_into(
             if options.fingerprints:
                 source = read_content(source)
             image = _decode(source, str(location), target.shape, options)
-            pixels = _to_row(image, target.shape, options, None if sizes is None else sizes[position])
+            array = np.asarray(image) if isinstance(image, Image.Image) and options.fingerprints else None
+            if isinstance(source, bytes) and options.fingerprints:
+                with suppress(ImageDecodeError):
+                    decoded.fingerprints[row] = fingerprint_decoded(source, image, array).to_hex()
+            pixels = _to_row(image, target.shape, options, None if sizes is None else sizes[position], array)
             target.write(row, pixels)
             if options.checksums:
                 decoded.checksums[row] = row_checksum(pixels)
-            if isinstance(source, bytes) and options.fingerprints:
-                min_side = max(target.shape[1:]) if options.allow_reduced_jpeg else None
-                with suppress(ImageDecodeError):
-                    decoded.fingerprints[row] = fingerprint_decoded(source, image, min_side).to_hex()
         except VitralError as error:
             decoded.errors[row] = error.what
         except OSError as error:
@@ -122,9 +123,13 @@ def _decode(source: Path | bytes, name: str, shape: tuple[int, int, int], option
 
 
 def _to_row(
-    image: PixelSource, shape: tuple[int, int, int], options: DecodeOptions, size: Size | None
+    image: PixelSource,
+    shape: tuple[int, int, int],
+    options: DecodeOptions,
+    size: Size | None,
+    array: np.ndarray[Any, Any] | None,
 ) -> np.ndarray[Any, Any]:
-    """The resized pixels of an image as a contiguous row (C, H, W)."""
+    """The resized pixels of an image as a contiguous row (C, H, W). `array` is that of a Pillow image, if known."""
     channels, height, width = shape
     if size is None:
         geometry = input_geometry(
@@ -132,7 +137,9 @@ def _to_row(
         )
     else:
         geometry = Geometry((size[0], size[1]), 0, 0, (size[0], size[1]))
-    pixels = resize_and_crop(image, geometry, channels, options.interpolation, use_torch=options.torch_resize)
+    pixels = resize_and_crop(
+        image, geometry, channels, options.interpolation, use_torch=options.torch_resize, array=array
+    )
     if size is None:
         return np.ascontiguousarray(pixels, dtype=options.dtype)
     row = np.zeros(shape, dtype=options.dtype)

@@ -37,6 +37,7 @@ from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
 from vitral.utils.atomic import atomic_write
 
+FORMAT = 3  # of stored fingerprints; those of other formats cannot be compared
 MAX_THUMBNAILS = 100_000  # 26 MB; larger sets are recognised by their hashes only
 MAX_FILE_BYTES = 2**30  # of decompressed arrays; larger files are refused
 
@@ -64,16 +65,21 @@ class ImageFingerprints:
         return ImageFingerprints(file_hashes=self.file_hashes, pixel_hashes=self.pixel_hashes, thumbnails=None)
 
     def save(self, path: Path) -> None:
-        arrays = {"file_hashes": self.file_hashes, "pixel_hashes": self.pixel_hashes}
+        arrays = {"format": np.array(FORMAT), "file_hashes": self.file_hashes, "pixel_hashes": self.pixel_hashes}
         if self.thumbnails is not None:
             arrays["thumbnails"] = self.thumbnails
         atomic_write(path, _to_npz(arrays))
 
 
 def load_fingerprints(path: Path) -> ImageFingerprints:
-    """Read fingerprints from an .npz file. Raises VitralError if it is damaged."""
+    """Read fingerprints from an .npz file. Raises VitralError if it is damaged or of another format."""
     try:
         arrays = _read_arrays(path)
+        if arrays.get("format") != FORMAT:
+            raise VitralError(
+                f"{path} was written by another version of vitral, whose fingerprints cannot be compared",
+                "Train again with this version, or delete the file to evaluate without looking for training images",
+            )
         thumbnails = arrays.get("thumbnails")
         fingerprints = ImageFingerprints(
             file_hashes=arrays["file_hashes"], pixel_hashes=arrays["pixel_hashes"], thumbnails=thumbnails
@@ -245,7 +251,7 @@ def _location_key(location: ImageLocation) -> int:
 
 def _cache_file(folder: str) -> Path:
     name = hashlib.sha256(str(Path(folder).absolute()).encode(errors="surrogateescape")).hexdigest()[:24]
-    return cache_dir() / "fingerprints" / f"{name}-v2.npz"  # v1 hashed 16-bit images after conversion to 8 bits
+    return cache_dir() / "fingerprints" / f"{name}-v{FORMAT}.npz"
 
 
 def _from_cache(folder: str, rows: list[int], keys: list[int], fingerprints: ImageFingerprints) -> list[int]:

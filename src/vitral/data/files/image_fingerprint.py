@@ -4,26 +4,28 @@
     pixel hash    of the decoded pixels: the same image, saved again without loss
     thumbnail     16×16 grey pixels: resized, recompressed or slightly cropped copies (duplicates.py)
 
-The pixels are those of `decode_native`. Of large JPEG files they are those at the reduced size that covers a thumbnail.
-They do not depend on a model, so a file has one fingerprint. Where a decoder of training images has the same pixels, it
-computes the fingerprint from them. Does not import torch.
+Where a file is decoded for a model, its fingerprint is computed from these pixels. Those of a large JPEG file may have
+been decoded at reduced size. They have another pixel hash than those at full size, and almost the same thumbnail. Does
+not import torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import zlib
 from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from vitral.data.decode import decode_native, jpeg_reduction
+from vitral.data.decode import decode_native, has_other_native_pixels
 from vitral.data.pixels import ChannelImage, PixelSource, to_display
 
 THUMBNAIL_SIZE = 32
 STORED_SIZE = THUMBNAIL_SIZE // 2  # of the grey thumbnail in a fingerprint
-MAX_FULL_DECODE = 2**19  # bytes of a JPEG file; larger ones are decoded at reduced size
-LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)
+REDUCED_SIZE = 5 * STORED_SIZE  # to which an image is averaged before it is resized; Pillow averages 5×5 pixels fastest
+MAX_FULL_DECODE = 2**19  # bytes of a JPEG file; larger ones are decoded at reduced size for their fingerprint alone
+SAMPLE_BYTES = 4096
 
 Array = np.ndarray[Any, Any]
 
@@ -49,35 +51,30 @@ class Fingerprint(NamedTuple):
 
 def fingerprint_content(content: bytes) -> Fingerprint:
     """Fingerprint of the bytes of an image file. Raises ImageDecodeError if they cannot be decoded."""
-    return _with_pixels_of(decode_small(content, allow_reduced_jpeg=len(content) > MAX_FULL_DECODE), content)
-
-
-def fingerprint_decoded(content: bytes, image: PixelSource, min_side: int | None) -> Fingerprint:
-    """The same for a file of which `decode_pixels` returned `image`, covering `min_side`; None: at full size.
-
-    Decodes the file again only if the fingerprint is defined on other pixels.
-    """
-    defined_side = THUMBNAIL_SIZE if len(content) > MAX_FULL_DECODE else None
-    reduction = jpeg_reduction(content, defined_side)
-    if isinstance(image, ChannelImage) or reduction is None or reduction != jpeg_reduction(content, min_side):
-        return fingerprint_content(content)
-    return _with_pixels_of(image, content)
-
-
-def _with_pixels_of(image: PixelSource, content: bytes) -> Fingerprint:
+    image = decode_small(content, allow_reduced_jpeg=len(content) > MAX_FULL_DECODE)
     return Fingerprint(hash_bytes(content), *fingerprint_pixels(image))
 
 
-def fingerprint_pixels(image: PixelSource) -> tuple[int, Array]:
+def fingerprint_decoded(content: bytes, image: PixelSource, pixels_HWC: Array | None = None) -> Fingerprint:
+    """The same for a file of which `decode_pixels` returned `image`; `pixels_HWC` is the array of it, if there is one.
+
+    Decodes the file again only if it has channels or values that the model does not get.
+    """
+    if isinstance(image, ChannelImage) or has_other_native_pixels(content):
+        return fingerprint_content(content)
+    return Fingerprint(hash_bytes(content), *fingerprint_pixels(image, pixels_HWC))
+
+
+def fingerprint_pixels(image: PixelSource, pixels_HWC: Array | None = None) -> tuple[int, Array]:
     """Hash of all channels, and the grey thumbnail of those that are shown."""
     if isinstance(image, ChannelImage):
-        pixel_hash = _hash_array(image.pixels)
+        pixels = image.pixels
     else:
-        pixels = np.asarray(image)
-        if pixels.ndim == 3 and _is_grey(pixels[::8, ::8]) and _is_grey(pixels):  # the sample rules most images out
+        pixels = np.asarray(image) if pixels_HWC is None else pixels_HWC
+        if pixels.ndim == 3 and _is_grey(pixels[::32, ::32]) and _is_grey(pixels):  # the sample rules most images out
             pixels = pixels[:, :, 0]  # a colour image without colour equals the grey one
-        pixel_hash = _hash_array(pixels)
-    return pixel_hash, _to_stored(thumbnail(image))
+    pixel_hash = hash_bytes(np.ascontiguousarray(pixels).data, repr(pixels.shape).encode())
+    return pixel_hash, _grey_thumbnail(image)
 
 
 def decode_small(content: Any, *, allow_reduced_jpeg: bool = True) -> PixelSource:
@@ -94,24 +91,27 @@ def thumbnail(image: PixelSource) -> Array:
     return np.asarray(shown.resize(size, Image.Resampling.BILINEAR, reducing_gap=3.0))
 
 
-def hash_bytes(content: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+def _grey_thumbnail(image: PixelSource) -> Array:
+    """The whole image as uint8 (16, 16): averaged over squares of pixels, then resized."""
+    shown = to_display(image)
+    factor = max(min(shown.size) // REDUCED_SIZE, 1)
+    reduced = shown.reduce(factor) if factor > 1 else shown
+    box = (0, 0, shown.width / factor, shown.height / factor)  # without what the last squares lack
+    return np.asarray(reduced.convert("L").resize((STORED_SIZE, STORED_SIZE), Image.Resampling.BILINEAR, box=box))
 
 
-def _hash_array(pixels: Array) -> int:
-    """Hash of shape and values."""
-    digest = hashlib.blake2b(repr(pixels.shape).encode(), digest_size=8)
-    digest.update(np.ascontiguousarray(pixels).data)
-    return int.from_bytes(digest.digest(), "little")
+def hash_bytes(content: bytes | memoryview, prefix: bytes = b"") -> int:
+    """64 bits that identify `prefix` and `content`.
+
+    BLAKE2b of a CRC-32 of the content and of a sample of its bytes, which are all bytes of short contents. BLAKE2b of
+    all bytes would take five times as long as the CRC-32.
+    """
+    values = np.frombuffer(content, dtype=np.uint8)
+    sample = values[:: len(values) // SAMPLE_BYTES or 1]
+    header = len(values).to_bytes(8, "little") + zlib.crc32(content).to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(prefix + header + sample.tobytes(), digest_size=8).digest(), "little")
 
 
 def _is_grey(pixels_HWC: Array) -> bool:
-    return bool((pixels_HWC == pixels_HWC[:, :, :1]).all())
-
-
-def _to_stored(colour_HWC: Array) -> Array:
-    """Grey at half the size: each pixel is the mean of four."""
-    gray = colour_HWC.astype(np.float32) @ LUMA
-    means = gray.reshape(STORED_SIZE, 2, STORED_SIZE, 2).mean(axis=(1, 3))
-    stored: Array = means.round().astype(np.uint8)
-    return stored
+    first, *others = np.moveaxis(pixels_HWC, 2, 0)
+    return all((first == channel).all() for channel in others)
