@@ -38,7 +38,7 @@ MIN_CONTRAST = 2.0  # in gray levels; flatter images are similar without being c
 # pairs with nearly equal signatures are considered.
 MAX_CANDIDATES_PER_IMAGE, EXACT_SIMILARITY = 20, 0.99
 BLOCK = 4096  # images per block of the similarity matrix: 64 MiB
-# Copies of stored fingerprints. Digits of MNIST differ from their nearest neighbour by at least 4 grey levels.
+# Copies of stored fingerprints. Digits of MNIST differ from their nearest neighbour by at least 3 grey levels.
 MAX_CANDIDATES_PER_QUERY, MAX_DIFFERENCE = 5, 2.5
 
 # Crops under which thumbnails are correlated: scale, then y and x from -1 (one edge) to 1 (the other).
