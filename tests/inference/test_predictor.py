@@ -32,6 +32,7 @@ from vitral.inference.prediction import (
     table_row,
 )
 from vitral.inference.predictor import Predictor
+from vitral.models.calibration import Calibration
 from vitral.models.target_scaling import TargetScaling
 from vitral.models.vit import ViT, ViTConfig
 from vitral.runs.model_io import ModelConfig
@@ -264,6 +265,21 @@ def test_evaluate_refuses_a_dataset_name(grey_predictor: Predictor) -> None:
     with pytest.raises(VitralError, match=r"expected labelled images.*got 'photos'") as caught:
         grey_predictor.evaluate("photos")  # type: ignore[arg-type]
     assert "vitral.evaluate(model, data=NAME)" in caught.value.hint
+
+
+def test_evaluate_refuses_models_without_an_accuracy(rgb_predictor: Predictor) -> None:
+    config = replace(rgb_predictor.model_config, task="multilabel", calibration=Calibration(activation="sigmoid"))
+    predictor = Predictor(rgb_predictor.model, config, rgb_predictor.hardware)
+    split = Split(images=torch.zeros(8, 3, 16, 24, dtype=torch.uint8), labels=torch.ones(8, 6))
+    with pytest.raises(VitralError, match="the task is multilabel") as caught:
+        predictor.evaluate(split)
+    assert "vitral.evaluate(model)" in caught.value.hint
+
+
+@pytest.mark.parametrize("top", [0, -1])
+def test_ranking_refuses_to_leave_out_the_best_label(top: int) -> None:
+    with pytest.raises(VitralError, match=f"top must be at least 1, got {top}"):
+        rank_labels(("ant", "bee"), (0.4, 0.6), top)
 
 
 def test_the_reference_predictor_runs_the_module_itself(rgb_predictor: Predictor) -> None:

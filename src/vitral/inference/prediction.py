@@ -199,6 +199,8 @@ def rank_labels(
 
     With thresholds, of a multi-label model: all labels above their thresholds, then those nearest to theirs.
     """
+    if top is not None and top < 1:
+        raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
     if not thresholds:
         order = sorted(zip(classes, probabilities, strict=True), key=lambda item: -item[1])
         return tuple(Label(name=name, probability=probability) for name, probability in order[:top])

@@ -324,7 +324,7 @@ class Predictor:
         return scaling.to_units(outputs_NT)
 
     def evaluate(self, split: Split) -> Metrics:
-        """Loss, accuracy, per-class metrics and confusion matrix on labelled images."""
+        """Loss, accuracy, per-class metrics and confusion matrix of a classifier on labelled images."""
         from vitral.evaluation.metrics import compute_metrics
 
         if not isinstance(split, Split):
@@ -332,8 +332,11 @@ class Predictor:
                 f"expected labelled images such as vitral.data.load('mnist').test, got {split!r}",
                 "To evaluate on a dataset or folder by name: vitral.evaluate(model, data=NAME)",
             )
-        if self.is_regression:
-            raise VitralError("a regression has no accuracy", "Use vitral.evaluate(model) for MAE, RMSE and R2")
+        if self.model_config.task != "classification":
+            raise VitralError(
+                f"only models that predict one class per image have an accuracy; the task is {self.model_config.task}",
+                "Use vitral.evaluate(model), which has metrics for every task",
+            )
         images = split.to_model_input(self.model_config.preprocessing).images
         return compute_metrics(self.logits(images), split.labels, self.classes)
 
@@ -365,8 +368,6 @@ class Predictor:
 
     def predict_batch(self, batch: Sequence[DecodedImage], top: int | None) -> Iterator[Prediction]:
         """Predict decoded images."""
-        if top is not None and top < 1:
-            raise VitralError(f"top must be at least 1, got {top}", "None returns all labels")
         self.require_head()
         readable = [pixels for _, pixels in batch if isinstance(pixels, Tensor)]
         if self.is_regression:
