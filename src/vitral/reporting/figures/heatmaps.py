@@ -21,7 +21,7 @@ from vitral.explain.api import Explanation, Heatmap
 from vitral.inference.prediction import Label, TargetValue, target_value_to_dict
 from vitral.inference.predictor import Predictor
 from vitral.models.vit import ViTConfig
-from vitral.reporting.figures.images import draw_image
+from vitral.reporting.figures.images import blend_light, draw_image
 from vitral.reporting.figures.style import BLUE, GRAY, ORANGE, Array, format_percent, save, shorten
 
 Colormap = Literal["inferno", "viridis", "cividis", "magma"]
@@ -34,16 +34,12 @@ def render_heatmap(image: Image.Image, heat: Heatmap, colormap: Colormap = "infe
     pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
     in_crop = ~np.isnan(heat.display)
     strength = np.nan_to_num(heat.display).clip(-1, 1)
-    blended = blend_signed(pixels, strength) if heat.method.is_signed else blend_glow(pixels, strength, colormap)
+    if heat.method.is_signed:
+        blended = blend_signed(pixels, strength)
+    else:
+        blended = blend_light(pixels, colormaps[colormap](0.15 + 0.75 * strength), strength)
     result: Array = np.where(in_crop[..., None], blended, OUTSIDE_CROP_BRIGHTNESS * pixels)
     return Image.fromarray((result.clip(0, 1) * 255).round().astype(np.uint8))
-
-
-def blend_glow(pixels_hw3: Array, strength_hw: Array, colormap: Colormap) -> Array:
-    """Darken the image and add the heatmap as light, so that the image stays visible under it."""
-    glow = colormaps[colormap](0.15 + 0.75 * strength_hw)[..., :3] * (1.5 * strength_hw[..., None]).clip(0, 1)
-    blended: Array = 1 - (1 - 0.6 * pixels_hw3) * (1 - 0.9 * glow)
-    return blended
 
 
 def blend_signed(pixels_hw3: Array, strength_hw: Array) -> Array:

@@ -74,7 +74,13 @@ def rollout_heatmaps(predictor: Predictor, images_NCHW: Images) -> list[Array]:
 
 
 def overlay_heatmap(image_HW3: Array, heatmap_HW: Array) -> Array:
-    """Darken the image and add the heatmap as light, so that the image stays visible under it."""
-    glow = colormaps["inferno"](0.85 * heatmap_HW)[..., :3] * (1.5 * heatmap_HW[..., None]).clip(0, 1)
-    blended: Array = 1 - (1 - 0.6 * image_HW3 / 255) * (1 - 0.9 * glow)
+    """A heatmap in [0, 1] over a uint8 image, as uint8 (H, W, 3)."""
+    blended = blend_light(image_HW3 / 255, colormaps["inferno"](0.85 * heatmap_HW), heatmap_HW)
     return (blended * 255).round().astype(np.uint8)
+
+
+def blend_light(pixels_HW3: Array, colours_HW4: Array, strength_HW: Array) -> Array:
+    """Darken the image and add colours as light, so that the image stays visible under them. All values in [0, 1]."""
+    glow = colours_HW4[..., :3] * (1.5 * strength_HW[..., None]).clip(0, 1)
+    blended: Array = 1 - (1 - 0.6 * pixels_HW3) * (1 - 0.9 * glow)
+    return blended
