@@ -233,6 +233,15 @@ def test_data_lists_datasets_and_names_missing_downloads(vitral):
 
 
 @pytest.mark.slow
+def test_a_command_that_imports_triton_prints_nothing_after_its_output():
+    done = subprocess.run(
+        [sys.executable, "-m", "vitral", "summary", "Ti/16"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1].startswith("Published accuracy")
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
 def test_closed_pipe_prints_no_traceback():
     command = f"{sys.executable} -m vitral recipes show digits | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240)

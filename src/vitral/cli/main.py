@@ -121,8 +121,14 @@ def run_command(words: Sequence[str]) -> int:
     if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
         raise VitralError("an argument is empty", "Check whether a shell variable in the command is unset")
     keep_freed_memory()
-    atexit.register(gc.freeze)  # at exit, searching the objects of torch for garbage takes 0.13 s
+    atexit.register(skip_garbage_search)
     return int(load_command(words[0])(words[1:]))
+
+
+def skip_garbage_search() -> None:
+    """At exit, searching the objects of torch for garbage takes 0.13 s. Triton reports those that are not freed."""
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
 
 
 def help_text() -> str:
