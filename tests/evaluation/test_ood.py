@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import mahalanobis
 from sklearn import metrics as sklearn
 
+from vitral.evaluation.calibration import min_validation_images
 from vitral.evaluation.ood import Mahalanobis, auroc_and_fpr95, evaluate_score
 
 
@@ -73,3 +74,11 @@ def test_without_validation_images_the_given_threshold_is_used() -> None:
     scores = (torch.empty(0), torch.randn(100, generator=generator), torch.randn(100, generator=generator) - 5)
     assert evaluate_score("energy", scores).threshold is None
     assert evaluate_score("energy", scores, threshold=-2.5).threshold == -2.5
+
+
+def test_too_few_validation_images_leave_the_given_threshold() -> None:
+    few, enough = torch.arange(min_validation_images() - 1.0), torch.arange(float(min_validation_images()))
+    other = torch.zeros(10)
+    assert evaluate_score("energy", (few, other, other)).threshold is None
+    assert evaluate_score("energy", (few, other, other), threshold=-2.5).threshold == -2.5
+    assert evaluate_score("energy", (enough, other, other), threshold=-2.5).threshold == 0

@@ -73,6 +73,11 @@ def fit_temperature(logits_NK: Tensor, labels_N: Tensor) -> float:
     return 1 / beta
 
 
+def min_validation_images(false_positive_rate: float = FALSE_POSITIVE_RATE) -> int:
+    """Number of validation images from which on `fit_ood_threshold` finds a threshold."""
+    return math.ceil(1 / false_positive_rate) - 1
+
+
 def fit_ood_threshold(scores_N: Tensor, false_positive_rate: float) -> float | None:
     """The in-distribution score below which an image is flagged as OOD.
 

@@ -38,13 +38,13 @@ MAX_IMAGES = 10_000  # OOD images, and training images for the Mahalanobis dista
 class OODScore:
     """Quality of one score, which is high for in-distribution images.
 
-    The threshold is fitted on the validation images, or is the model's own if there are none.
+    The threshold is fitted on the validation images, or is the model's own if there are too few.
     """
 
     name: ScoreName
     auroc: Interval  # probability that an ID image scores above an OOD image
     fpr95: Interval  # share of OOD images accepted at the threshold that accepts 95% of the ID images
-    threshold: float | None  # None: too few validation images
+    threshold: float | None  # None: too few validation images, and the model has none
     detection_rate: float  # share of OOD images below the threshold
     false_positive_rate: float  # share of ID images below the threshold
     bin_edges: tuple[float, ...]
@@ -92,9 +92,10 @@ class Mahalanobis:
 
 
 def evaluate_score(name: ScoreName, scores: tuple[Tensor, Tensor, Tensor], threshold: float | None = None) -> OODScore:
-    """Evaluate the scores of validation, ID and OOD images. `threshold` is used if there are no validation images."""
+    """Evaluate the scores of validation, ID and OOD images. `threshold` is used if validation images are too few."""
     validation, id_scores, ood_scores = (values.double().cpu() for values in scores)
-    threshold = fit_ood_threshold(validation, FALSE_POSITIVE_RATE) if len(validation) else threshold
+    fitted_threshold = fit_ood_threshold(validation, FALSE_POSITIVE_RATE)
+    threshold = threshold if fitted_threshold is None else fitted_threshold
     auroc, fpr95 = auroc_and_fpr95(id_scores, ood_scores)
     low, high = _histogram_range(torch.cat([id_scores, ood_scores]))
     edges = torch.linspace(low, high, NUM_HISTOGRAM_BINS + 1, dtype=torch.float64)
@@ -162,20 +163,18 @@ def evaluate_ood(target: EvalTarget, logits: Tensor, ood_data: str, log: LogFn, 
     dataset = load_dataset_for(trained_on, predictor, target.recipe)
     train = load_split(dataset.train, predictor, indices=evenly_spaced_indices(len(dataset.train), MAX_IMAGES))
     mahalanobis = Mahalanobis(predictor.features(train.images), train.labels)
-    has_validation = len(validation) > 0
     ood_logits = predictor.logits(ood_images)
     calibration = predictor.model_config.calibration
-    fallback_thresholds = {} if has_validation else {calibration.ood_score: calibration.ood_threshold}
     names: tuple[LogitScore, ...] = ("max-logit", "energy")
     scores = [
         evaluate_score(
             name,
             (id_score(target.validation_logits, name), id_score(logits, name), id_score(ood_logits, name)),
-            threshold=fallback_thresholds.get(name),
+            threshold=calibration.ood_threshold if name == calibration.ood_score else None,
         )
         for name in names
     ]
-    validation_score = mahalanobis.score(predictor.features(validation.images)) if has_validation else torch.empty(0)
+    validation_score = mahalanobis.score(predictor.features(validation.images)) if len(validation) else torch.empty(0)
     id_scores, ood_scores = (
         mahalanobis.score(predictor.features(images)) for images in (target.split.images, ood_images)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, min_validation_images
 from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.ood import OODResult, OODScore
 from vitral.evaluation.report import EvaluationReport
@@ -140,7 +141,10 @@ def ood_section(data: ReportData) -> str:
 def _ood_threshold_text(data: ReportData) -> str:
     calibration = data.predictor.model_config.calibration
     if calibration.ood_threshold is None:
-        message = "The model has no OOD threshold: there were too few validation images to choose one."
+        message = (
+            "The model has no OOD threshold: the validation images are too few to choose one for "
+            f"{FALSE_POSITIVE_RATE:.0%} false positives, which takes {min_validation_images()}."
+        )
     else:
         message = (
             f"An image is unknown if its {calibration.ood_score} score is below {calibration.ood_threshold:.2f}. The "

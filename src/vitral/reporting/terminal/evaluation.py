@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from vitral.evaluation.calibration import FALSE_POSITIVE_RATE, min_validation_images
 from vitral.evaluation.compare import PairedComparison
 from vitral.evaluation.conformal import PredictionSetReport
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning, new_images_text
@@ -167,9 +168,15 @@ def print_ood(result: OODResult, console: Console) -> None:
             "–" if score.threshold is None else f"{score.false_positive_rate:.1%}",
         )
     console.print(table)
+    note = "OOD and known images below the threshold chosen on held-out images"
+    if all(score.threshold is None for score in result.scores):
+        note = (
+            f"no threshold: {FALSE_POSITIVE_RATE:.0%} false positives need at least {min_validation_images()} "
+            "validation images; with fewer: --calibrate --false-positive-rate 0.05"
+        )
     console.print(
-        "[dim]  ¹ OOD images accepted at the threshold that accepts 95% of the known images\n"
-        "  ² OOD and known images below the threshold chosen on held-out images[/dim]"
+        f"[dim]  ¹ OOD images accepted at the threshold that accepts 95% of the known images\n  ² {note}[/dim]",
+        soft_wrap=True,
     )
 
 
