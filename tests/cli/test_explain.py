@@ -134,7 +134,7 @@ def test_faithfulness_command(folder: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["model", "--faithfulness", "photos", "--images", "4", "--method", "rollout", "gradcam"]
     assert COMMAND(words) == 0
     out, err = capsys.readouterr()
-    assert " test images of photos" in err
+    assert "4 of 12 images of photos" in err
     assert all(name in out for name in ("rollout", "gradcam", "random", "4 images are too few", "--images 200"))
     assert max(map(len, out.splitlines())) <= 80 or "…" not in out
     assert (folder / "explained" / "faithfulness.png").is_file()

@@ -89,6 +89,7 @@ def test_the_reference_engine_scores_the_plain_module(run: Path) -> None:
         expected = model(preprocessing.normalise(target.split.images[:]))
     torch.testing.assert_close(logits, expected)
     assert report.engine["name"] == "reference"
+    assert target.noun == "test images"
     assert report.top1 == pytest.approx(vitral.evaluate(run).top1, abs=0.01)
 
 
@@ -213,6 +214,7 @@ def test_a_folder_with_fewer_classes_keeps_the_class_indices_of_the_model(photo_
     photos = save_class_folders(tmp_path / "photos", ["bees", "wasps"], 3)
     target = load_eval_target(predictor, str(photos))
     assert sorted(target.split.labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    assert target.noun == "images"  # the folder has no test split
     with pytest.raises(VitralError, match="classes that the model does not have: ants"):
         load_eval_target(predictor, str(save_class_folders(tmp_path / "others", ["ants", "bees"], 3)))
 

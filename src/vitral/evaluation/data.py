@@ -106,6 +106,12 @@ class EvalTarget:
     source_splits: tuple[Split, ...] = ()  # the images before resizing, in the same order
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
+    @property
+    def noun(self) -> str:
+        """`test images`, or `images` if the dataset has no such split and all of its images are used."""
+        is_split = self.source_splits and self.source_splits[0] is getattr(self.dataset, self.split_name)
+        return f"{self.split_name} images" if is_split else "images"
+
     @cached_property
     def validation_split(self) -> Split:
         """Validation images of the training dataset; may be empty. Thresholds are chosen on them."""
@@ -229,7 +235,7 @@ def check_classes(dataset: Dataset, predictor: Predictor) -> None:
     raise VitralError(
         f"{dataset.name} has classes that the model does not have: {truncate_list(unknown)}",
         (f"Did you mean {truncate_list(suggestions)}? " if suggestions else "")
-        + f"The model has {truncate_list(predictor.classes)}; class names for a checkpoint without any: --labels FILE",
+        + f"The model has {truncate_list(predictor.classes)}; to name its classes: --labels FILE",
     )
 
 

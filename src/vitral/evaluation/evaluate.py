@@ -59,7 +59,7 @@ def evaluate(
     """
     predictor = target.predictor
     check_options(target, max_error, coverage, corrupted_images)
-    message = f"Evaluating on {len(target.split):,} {target.split_name} images"
+    message = f"Evaluating on {len(target.split):,} {target.noun}"
     log(message)
     corruption_engine = class_engine(predictor, target.split.images) if corrupted_images else None
     if note is not None:

@@ -11,7 +11,7 @@ from vitral.utils.progress import LogFn
 
 def compute_target_logits(target: EvalTarget, log: LogFn, note: LogFn | None = None) -> Tensor:
     """Logits (N, K). `note` is called first with the expected duration, `log` with the number of completed images."""
-    predictor, message = target.predictor, f"Evaluating on {len(target.split):,} {target.split_name} images"
+    predictor, message = target.predictor, f"Evaluating on {len(target.split):,} {target.noun}"
     log(message)
     if note is not None:
         duration = duration_text(estimate_logit_seconds(target.split, predictor), predictor.hardware.device.type)

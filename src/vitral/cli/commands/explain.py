@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     LABELS_HELP,
     MODEL_HELP,
@@ -64,6 +64,7 @@ def explain(args: ExplainArgs) -> int:
     if not args.files:
         raise missing_images_error("explain", args.model)
     check_inputs(args.model, images=args.files, labels=args.labels)
+    check_output(args.out)
     from vitral.data.pixels import display_note
     from vitral.explain import load_explainable
     from vitral.reporting.figures import heatmaps
@@ -152,6 +153,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
             "It tests the methods with their default options; select methods with --method",
         )
     check_inputs(args.model, data=data, labels=args.labels)
+    check_output(args.out)
     from vitral.evaluation.data import load_eval_target
     from vitral.explain import faithfulness, load_explainable
     from vitral.inference.task_support import require_task
@@ -167,9 +169,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     if not args.method:
         methods = faithfulness.applicable_methods(target.predictor.model)
     available = len(target.split.labels)
-    print_notes(
-        [f"{min(args.images, available):,} of {available:,} {target.split_name} images of {target.dataset.name}"]
-    )
+    print_notes([f"{min(args.images, available):,} of {available:,} {target.noun} of {target.dataset.name}"])
     with status_line() as log:
         result = faithfulness.measure_faithfulness(
             target.predictor,

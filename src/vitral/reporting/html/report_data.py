@@ -100,7 +100,7 @@ def run_facts(target: EvalTarget, epochs: tuple[dict[str, Any], ...], environmen
     size = "×".join(map(str, a.image_size))
     facts = [
         ("Training data", config.trained_on),
-        ("Evaluated on", f"{len(target.split):,} {target.split_name} images of {target.dataset.name}"),
+        ("Evaluated on", f"{len(target.split):,} {target.noun} of {target.dataset.name}"),
         (
             "Model",
             f"ViT{variant}, {size} pixels, patch size {a.patch_size}, width {a.width}, depth {a.depth}, "
