@@ -29,7 +29,7 @@ def plot_augmented(
     for axes, image, target_K in zip(grid.flat, images_BCHW, targets_BK, strict=False):
         draw_image(axes, to_rgb(image))
         axes.set_title(
-            target_text(target_K, classes, task), fontsize=7, loc="left", pad=2, y=-0.14, va="top", parse_math=False
+            target_text(target_K, classes, task), fontsize=8, loc="left", pad=2, y=-0.04, va="top", parse_math=False
         )
     return save(figure, path)
 
