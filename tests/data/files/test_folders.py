@@ -86,7 +86,7 @@ def test_linked_class_folder_is_a_class(photos, tmp_path):
 def test_folder_next_to_the_splits_is_reported(split):
     save_photo(split / "unsorted" / "0.jpg", COLOURS["ants"], 0)
     assert list_folder(split, validation=0.2).notes == (
-        f"skipped 1 file: 1 folder that is not a split ({split}/unsorted)",
+        f"skipped 1 folder: 1 folder that is not a split ({split}/unsorted)",
     )
 
 
@@ -189,8 +189,9 @@ def test_csv_list_may_be_written_by_a_spreadsheet(photos, delimiter):
 
 
 def test_folder_without_two_classes_is_an_error(photos, tmp_path):
-    with pytest.raises(VitralError, match="has no images in class folders"):
+    with pytest.raises(VitralError, match="has no images in class folders") as caught:
         list_folder(photos / "ants", validation=0.2)
+    assert f"If ants, bees are the classes, pass the folder that contains them: {photos}\n" in caught.value.hint
     with pytest.raises(VitralError, match="no folder or list named"):
         list_folder(photos / "nowhere", validation=0.2)
     save_class_folders(tmp_path / "single", ("ants",), 3)

@@ -133,6 +133,13 @@ def test_summary_counts_reasons_and_names_the_first_files():
     )
 
 
+def test_summary_of_skipped_folders_counts_folders():
+    skipped = SkippedFiles()
+    skipped.add(SkippedFile(Path("ants"), SkipReason.NO_IMAGES))
+    skipped.add(SkippedFile(Path("bees"), SkipReason.NO_IMAGES))
+    assert skipped.summary() == "skipped 2 folders: 2 folders without images (ants, bees)"
+
+
 def test_hidden_folder_is_searched_if_given_by_name(tree):
     assert find_images([tree / ".hidden"]) == [tree / ".hidden" / "x.jpg"]
 

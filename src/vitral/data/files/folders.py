@@ -88,8 +88,18 @@ def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> V
     """The error for a folder whose images, if there are any, are not in class folders."""
     count = sum(1 for _ in iter_images([path]))
     hint = f"Move its {count:,} images to one folder per class: {path}/ants, {path}/bees" if count else LAYOUT_HINT
+    if count and len(classes := _sibling_classes(path)) > 1:
+        parent = shell_quote(path.parent)
+        hint = f"If {truncate_list(classes, 3)} are the classes, pass the folder that contains them: {parent}\n{hint}"
     reasons = skipped.summary() if skipped is not None and not count else None
     return VitralError(f"{path} has no images in class folders" + (f"; {reasons}" if reasons else ""), hint)
+
+
+def _sibling_classes(path: Path) -> list[str]:
+    """Names of this folder and those next to it that contain images."""
+    walk = ImageWalk()
+    folders = walk.subfolders(path.parent) if path.name not in ("", "..") else []
+    return [folder.name for folder in folders if any(True for _ in walk.images(folder, recursive=False))]
 
 
 def _cached_duplicate_groups(locations: Sequence[ImageLocation], *, progress: bool) -> np.ndarray[Any, Any]:

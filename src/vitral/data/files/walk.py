@@ -60,6 +60,16 @@ PLURALS = {
     SkipReason.NO_IMAGES: "folders without images",
 }
 
+FOLDER_REASONS = frozenset(
+    {
+        SkipReason.REPEATED_FOLDER,
+        SkipReason.UNREADABLE_FOLDER,
+        SkipReason.NOT_A_SPLIT,
+        SkipReason.TEST_SPLIT,
+        SkipReason.NO_IMAGES,
+    }
+)
+
 
 class SkippedFile(NamedTuple):
     """A file or folder that was found but not listed."""
@@ -97,7 +107,8 @@ class SkippedFiles:
             count, names = self.counts[reason], self.examples[reason]
             more = f" and {count - len(names):,} more" if count > len(names) else ""
             parts.append(f"{reason.describe(count)} ({truncate_list(names)}{more})")
-        return f"skipped {total:,} file{'s' if total > 1 else ''}: {', '.join(parts)}"
+        noun = "folder" if self.counts.keys() <= FOLDER_REASONS else "file"
+        return f"skipped {total:,} {noun}{'s' if total > 1 else ''}: {', '.join(parts)}"
 
 
 def no_test_folders(names: Sequence[str]) -> Collection[str]:
