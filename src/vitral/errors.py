@@ -65,9 +65,9 @@ def truncate_list(names: Sequence[str], limit: int = 6) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """ " Did you mean 'cifar10'?" for "cifar01"; an empty string if no choice is similar."""
+    """The end of a message about a misspelled name: ". Did you mean 'cifar10'?"; empty if no choice is similar."""
     match = nearest_name(name, choices)
-    return f" Did you mean '{match}'?" if match is not None else ""
+    return f". Did you mean '{match}'?" if match is not None else ""
 
 
 def nearest_name(name: str, choices: Iterable[str]) -> str | None:
@@ -105,4 +105,4 @@ def edit_distance(a: str, b: str) -> float:
 def unknown_name_error(kind: str, name: str, choices: Iterable[str]) -> VitralError:
     """The error for a name that does not exist: the most similar name, then all of them."""
     names = list(choices)
-    return VitralError(f"no {kind} named {name!r}.{did_you_mean(name, names)}", f"Available: {', '.join(names)}")
+    return VitralError(f"no {kind} named {name!r}{did_you_mean(name, names)}", f"Available: {', '.join(names)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.errors import VitralError
 
 # Runs a command in this process and prints whether torch was imported.
@@ -27,6 +27,7 @@ for words in {commands!r}:
 def test_mistyped_names_are_reported_without_importing_torch(tmp_path: Path) -> None:
     Image.new("L", (28, 28)).save(tmp_path / "digit.png")
     (tmp_path / "photos").mkdir()
+    (tmp_path / "model.safetensors").touch()
     commands = [
         line.split()
         for line in """
@@ -34,15 +35,21 @@ def test_mistyped_names_are_reported_without_importing_torch(tmp_path: Path) -> 
         predict runs/nomodel digit.png
         predict mnist missing.png
         predict mnist digit.png --labels missing.txt
+        predict mnist digit.png --out digit.png/predictions.csv
         predict mnist digit.png --top x
         predict mnist digit.png --top 0
         predict mnist digit.png --engine fast
         predict photos digit.png
         embed nomodel digit.png --out x.npy
         embed mnist missing.png --out x.npy
+        embed mnist digit.png --out digit.png/x.npy
         train nosuchfolder
         train photos/nosuchfolder
         train list.csv
+        train photo
+        train digit.png
+        train model.safetensors
+        train photos --out digit.png/run
         train --resume nowhere
         train mnist --recipe missing.toml
         train mnist --recipe mnsit
@@ -51,18 +58,22 @@ def test_mistyped_names_are_reported_without_importing_torch(tmp_path: Path) -> 
         evaluate nomodel
         evaluate mnist --data nosuchfolder
         evaluate mnist --ood nosuchfolder
+        evaluate mnist --figures digit.png/figures
         evaluate mnist --split all
         compare mnist nomodel
         report nomodel
+        report mnist --out digit.png/report.html
         bench nomodel
         probe nosuchfolder --init-from mnist
         explain nomodel digit.png
         explain mnist missing.png
+        explain mnist digit.png --out digit.png/maps
         walk missing.png
         figures nomodel
         push nomodel hf:me/x
         convert nomodel out
         export nomodel
+        export mnist --out digit.png/model.onnx
         doctor nosuchfolder
         serve nomodel
         data fetch nosuchdata
@@ -86,6 +97,43 @@ def test_inputs_that_exist_are_accepted(tmp_path: Path) -> None:
     check_inputs(data="https://example.org/a-{0..9}.tar")
     check_inputs(images=[tmp_path / "missing.png", tmp_path / "digit.png"])
     check_inputs(recipe="mnist")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("photo", "no dataset or folder named 'photo'. Did you mean 'photos'?"),
+        ("./photo", "no folder or list named ./photo. Did you mean 'photos'?"),
+        ("cifar01", "no dataset or folder named 'cifar01'. Did you mean 'cifar10'?"),
+        ("nothing-similar", "no dataset or folder named 'nothing-similar'"),
+        ("digit.png", "digit.png is an image, not a dataset"),
+        ("model.safetensors", "model.safetensors is a model, not a dataset"),
+        ("./runs/mine", "./runs/mine is a model, not a dataset"),
+    ],
+)
+def test_wrong_datasets_are_named(data: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("photos", "runs/mine/figures"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("model.safetensors", "runs/mine/recipe.toml"):
+        (tmp_path / file).touch()
+    Image.new("L", (28, 28)).save(tmp_path / "digit.png")
+    with pytest.raises(VitralError) as caught:
+        check_inputs(data=data)
+    assert caught.value.what == message
+
+
+def test_output_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for path in (None, Path("file"), Path("new/folder/file"), tmp_path):
+        check_output(path)
+    with pytest.raises(VitralError, match=r"cannot write file/deeper/features\.npy: file is not a folder"):
+        check_output(Path("file/deeper/features.npy"))
+    Path("new").mkdir()
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write to any folder
+    with pytest.raises(VitralError, match="no permission to write to new"):
+        check_output(Path("new/features.npy"))
 
 
 def test_several_missing_images_are_listed(tmp_path: Path) -> None:

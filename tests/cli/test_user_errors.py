@@ -184,9 +184,9 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("predict", "run", "photos", "--out", "notes.txt/predictions.csv"), "Not a directory"),
+        (("predict", "run", "photos", "--out", "notes.txt/predictions.csv"), "notes.txt is not a folder"),
         (("probe", "photos", "--init-from", "run", "--out", "probe.xyz"), "Supported formats: .png"),
-        (("data", "pack", "photos", "--out", "notes.txt/pack"), "Not a directory"),
+        (("data", "pack", "photos", "--out", "notes.txt/pack"), "notes.txt is not a folder"),
         (("predict", "run", "photos", "--threads", "100000"), "got 100000"),
         (("summary", "B/16", "--image-size", "99999984"), "6249999x6249999 patches"),
     ],

@@ -40,7 +40,7 @@ def shadowing_notes(source: Path | str) -> tuple[str, ...]:
 def missing_model_hint(source: Path | str = "", other_hint: str = "") -> str:
     """The hint for a model that does not exist: the bundled models, unless `source` is a path, then `other_hint`."""
     text = str(source)
-    suggestion = did_you_mean(text, model_names())
+    suggestion = did_you_mean(text, model_names()).removeprefix(". ")
     bundled_hint = "" if "/" in text else f"{suggestion} Bundled models: {', '.join(model_names())}".strip()
     return ". ".join(filter(None, (bundled_hint, other_hint)))
 

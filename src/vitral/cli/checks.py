@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def check_inputs(
         read_class_names(labels)
     if recipe is not None:
         check_recipe(recipe)
+
+
+def check_output(path: Path | None) -> None:
+    """Raise VitralError if a file or folder cannot be written to, before the work whose result goes there."""
+    if path is None:
+        return
+    existing = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+    if not existing.is_dir() and existing != path:
+        raise VitralError(f"cannot write {path}: {existing} is not a folder", "Choose another path")
+    if not os.access(existing, os.W_OK):
+        raise VitralError(f"cannot write {path}: no permission to write to {existing}", "Choose another path")
 
 
 def check_recipe(recipe: str) -> None:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vitral import __version__, bundled
-from vitral.cli.parsing import add_suggestion
 from vitral.device.malloc import keep_freed_memory
 from vitral.errors import Interrupted, VitralError, did_you_mean, one_line
 from vitral.utils.json_toml import dump_json
@@ -116,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_command(words: Sequence[str]) -> int:
     """Run `words[0]` with the other words and return its exit status."""
     if words[0] not in COMMANDS:
-        message = add_suggestion(f"no command '{words[0]}'", did_you_mean(words[0], COMMANDS))
-        raise VitralError(message, f"Commands: {', '.join(COMMANDS)}")
+        suggestion = did_you_mean(words[0], COMMANDS)
+        raise VitralError(f"no command '{words[0]}'{suggestion}", f"Commands: {', '.join(COMMANDS)}")
     if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
         raise VitralError("an argument is empty", "Check whether a shell variable in the command is unset")
     keep_freed_memory()

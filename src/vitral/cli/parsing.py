@@ -197,15 +197,10 @@ class CommandGroup:
             return 0
         if words and not words[0].startswith("-"):
             raise VitralError(
-                add_suggestion(f"no command '{self.name} {words[0]}'", did_you_mean(words[0], self.commands)),
+                f"no command '{self.name} {words[0]}'{did_you_mean(words[0], self.commands)}",
                 f"Commands of vitral {self.name}: {', '.join(self.commands)}",
             )
         return self.commands[self.default][0](words)
-
-
-def add_suggestion(message: str, suggestion: str) -> str:
-    """`no flag '--epoch'. Did you mean '--epochs'?`; without a suggestion, the message has no full stop."""
-    return f"{message}.{suggestion}" if suggestion else message
 
 
 class _HelpRequested(Exception):
@@ -259,7 +254,7 @@ def _parse_words(flags: Sequence[Flag], words: Sequence[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if (flag := by_name.get(name) or by_negative_name.get(name)) is None:
             suggestion = _suggest_flag(name, [*by_name, *by_negative_name])
-            raise _UsageError(add_suggestion(f"no flag '{name}'", suggestion))
+            raise _UsageError(f"no flag '{name}'{suggestion}")
         if flag.is_switch:
             if equals:
                 raise _UsageError(f"{name} takes no value; use {flag.name} or {flag.negative_name}")
@@ -334,8 +329,7 @@ def _convert_one(flag: Flag, word: str) -> Any:
     if flag.choices:
         if word not in flag.choices:
             suggestion = did_you_mean(word, flag.choices)
-            message = f"{flag.name}: expected one of {', '.join(flag.choices)}, got {word!r}"
-            raise _UsageError(add_suggestion(message, suggestion))
+            raise _UsageError(f"{flag.name}: expected one of {', '.join(flag.choices)}, got {word!r}{suggestion}")
         return word
     try:
         return flag.item_type(word)
@@ -347,11 +341,11 @@ def _convert_one(flag: Flag, word: str) -> Any:
 def _suggest_flag(name: str, flag_names: Sequence[str]) -> str:
     """Prefer a nested flag with the same last part (--lr: --optim.lr), then a completion, then the closest spelling."""
     if name in REPLACED_FLAGS:
-        return f" {REPLACED_FLAGS[name]}"
+        return f". {REPLACED_FLAGS[name]}"
     same_last_part = [flag for flag in flag_names if flag.endswith(f".{name.lstrip('-')}")]
     completions = [flag for flag in flag_names if flag.startswith(name) and name != "--"]
     suggestions = same_last_part or completions
-    return f" Did you mean '{suggestions[0]}'?" if suggestions else did_you_mean(name, flag_names)
+    return f". Did you mean '{suggestions[0]}'?" if suggestions else did_you_mean(name, flag_names)
 
 
 REPLACED_FLAGS = {

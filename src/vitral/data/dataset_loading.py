@@ -9,14 +9,13 @@ from vitral.data.files.file_dataset import ReadOptions, list_images, load_file_d
 from vitral.data.files.packed import is_packed, read_index, read_split
 from vitral.data.files.pixel_detection import detect_listing_pixels
 from vitral.data.files.walk import IMAGE_SUFFIXES
-from vitral.data.names import SEQUENCE_PREFIX, check_dataset_exists, is_file_dataset
+from vitral.data.names import SEQUENCE_PREFIX, check_dataset_exists, is_file_dataset, is_model_dir
 from vitral.data.pixels import PixelFormat
 from vitral.data.preprocess import Preprocessing
 from vitral.data.sequence import check_data_argument, is_sequence
 from vitral.errors import VitralError
 
 DEFAULT_IMAGE_SIZE = 224
-RUN_FILES = ("recipe.toml", "config.json", "model/config.json")  # in a run or model folder
 
 
 def load(
@@ -107,6 +106,5 @@ def _check_argument(name: object) -> None:
 
 def check_not_a_model(name: str | Path) -> None:
     """Raise VitralError for a run folder or a model folder."""
-    path = Path(name)
-    if any((path / file).is_file() for file in RUN_FILES) and not is_packed(path):
+    if is_model_dir(Path(name)):
         raise VitralError(f"{name} is a trained model, not a dataset", f'Load it with vitral.load("{name}")')

@@ -12,11 +12,14 @@ from pathlib import Path
 from vitral.data.files.walk import irregular_file_kind, is_image_file
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.registry.sources import BUILTIN_DATASETS
-from vitral.errors import VitralError, error_reason, is_control, nearest_name
+from vitral.errors import VitralError, error_reason, is_control, nearest_name, shell_quote
 from vitral.utils.json_toml import read_text
 
 SEQUENCE_PREFIX = "sequence:"  # name of a dataset that was passed as a Python sequence
 SOURCES_HINT = f"Pass a folder of images, a CSV list, shards or a built-in dataset: {', '.join(BUILTIN_DATASETS)}"
+CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")  # weight files that vitral.weights reads
+RUN_FILES = ("recipe.toml", "config.json", "model/config.json")  # in a run or model folder
+PACK_INDEX = "index.json"  # in a packed dataset
 LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
 
 
@@ -36,12 +39,25 @@ def is_shard_pattern(name: str) -> bool:
 
 def check_dataset_exists(name: str) -> None:
     """Raise VitralError unless `name` is a built-in dataset or an existing path. Shards are not looked up."""
-    if name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name):
+    if name.startswith(SEQUENCE_PREFIX) or is_shard_pattern(name) or name in BUILTIN_DATASETS:
         return
-    if not is_file_dataset(name):
-        check_dataset_name(name)
-    elif not Path(name).exists():
-        raise VitralError(f"no folder or list named {name}", LAYOUT_HINT)
+    path = Path(name)
+    if is_model_dir(path) or (path.is_file() and path.suffix.lower() in CHECKPOINT_SUFFIXES):
+        raise VitralError(
+            f"{name} is a model, not a dataset", f"To fine-tune it: vitral train DATA --init-from {shell_quote(name)}"
+        )
+    if is_image_file(path):
+        raise VitralError(f"{name} is an image, not a dataset", LAYOUT_HINT)
+    if path.exists():
+        return
+    if is_file_dataset(name):
+        raise VitralError(f"no folder or list named {name}{_similar_path(path)}", LAYOUT_HINT)
+    check_dataset_name(name, _similar_path(path))
+
+
+def is_model_dir(path: Path) -> bool:
+    """Whether a folder is a run or a model. A packed dataset is not."""
+    return any((path / file).is_file() for file in RUN_FILES) and not (path / PACK_INDEX).is_file()
 
 
 def check_source_exists(name: str) -> None:
@@ -55,7 +71,7 @@ def check_source_exists(name: str) -> None:
     if name in BUILTIN_DATASETS or is_shard_pattern(name):
         return
     if not name or not path.exists():
-        raise VitralError(f"no folder, list or dataset named {name!r}.{_similar_path(path)}", SOURCES_HINT)
+        raise VitralError(f"no folder, list or dataset named {name!r}{_similar_path(path)}", SOURCES_HINT)
     if (kind := irregular_file_kind(path.stat().st_mode)) is not None:
         raise VitralError(f"{name} is {kind}, not a source of images", SOURCES_HINT)
     if path.is_file() and path.suffix.lower() != ".csv" and not is_image_file(path):
@@ -63,13 +79,13 @@ def check_source_exists(name: str) -> None:
 
 
 def _similar_path(path: Path) -> str:
-    """ " Did you mean …?" with a name in the same folder, or of a built-in dataset."""
+    """The end of a message: ". Did you mean …?" with a name in the same folder, or of a built-in dataset."""
     try:
         names = [entry.name for entry in sorted(path.parent.iterdir()) if not entry.name.startswith(".")]
     except OSError:
         names = []
     similar = nearest_name(path.name, [*BUILTIN_DATASETS, *names] if str(path) == path.name else names)
-    return f" Did you mean '{path.parent / similar}'?" if similar is not None else ""
+    return f". Did you mean '{path.parent / similar}'?" if similar is not None else ""
 
 
 def check_files_exist(path: Path) -> None:

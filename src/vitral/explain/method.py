@@ -64,7 +64,7 @@ class Method:
         for name in options:
             if name not in self.options:
                 hint = f"Options of {self.name}: {', '.join(self.options) or 'none'}"
-                raise VitralError(f"{self.name} has no option {name!r}.{did_you_mean(name, self.options)}", hint)
+                raise VitralError(f"{self.name} has no option {name!r}{did_you_mean(name, self.options)}", hint)
         if self.needs != "logits" and not isinstance(model, ViT):
             raise VitralError(
                 f"{self.name} needs the {'gradients' if self.needs == 'gradients' else 'attention'} of a ViT, "

@@ -24,13 +24,13 @@ from typing import Any
 from filelock import Timeout
 
 from vitral import bundled
+from vitral.data.names import CHECKPOINT_SUFFIXES
 from vitral.errors import VitralError, error_reason, shell_quote
 from vitral.utils.atomic import atomic_write, is_temporary, remove_temporary_files
 from vitral.utils.json_toml import dump_json, parse_json, read_bytes, read_json_object, read_toml
 from vitral.utils.locks import file_lock
 
 RUNS = Path("runs")  # default parent of new run folders
-CHECKPOINT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".npz")  # weight files that vitral.weights reads
 EXAMPLE, ARRAY_EXAMPLE = "example.png", "example.npy"  # figures: a photograph, or an image with other channels
 RUN_FORMAT = 2  # of run and model folders; increased when files of older versions can no longer be read
 

@@ -60,9 +60,9 @@ def field_names(cls: Any) -> set[str]:
 
 def _unknown_field_error(name: str, types_by_name: Mapping[str, Any], fields: list[str], prefix: str) -> VitralError:
     nested = next((f"{group}.{name}" for group in fields if name in field_names(types_by_name[group])), None)
-    suggestion = f" Did you mean '{prefix}{nested}'?" if nested else did_you_mean(name, fields)
+    suggestion = f". Did you mean '{prefix}{nested}'?" if nested else did_you_mean(name, fields)
     group = f" in {prefix[:-1]}" if prefix else ""
-    return VitralError(f"no field named '{prefix}{name}'.{suggestion}", f"Fields{group}: {', '.join(fields)}")
+    return VitralError(f"no field named '{prefix}{name}'{suggestion}", f"Fields{group}: {', '.join(fields)}")
 
 
 def _convert(expected: Any, value: Any, name: str) -> Any:

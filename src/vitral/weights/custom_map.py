@@ -114,7 +114,7 @@ class CustomMap:
         for rule in self.rules:
             if rule not in used:
                 raise VitralError(
-                    f'{self.path}: "{rule.pattern}" matches no tensor of {source}.'
+                    f'{self.path}: "{rule.pattern}" matches no tensor of {source}'
                     f"{did_you_mean(rule.pattern, _stems(unmapped))}",
                     f"Tensors without a name so far: {truncate_list(unmapped or ['none'], 4)}",
                 )
@@ -181,7 +181,7 @@ def _check_keys(path: Path, kind: str, values: Mapping[str, Any], known: Iterabl
     for key in values:
         if key not in known:
             raise VitralError(
-                f"{path}: no {kind} named {key!r}.{did_you_mean(key, known)}", f"Known: {', '.join(known)}"
+                f"{path}: no {kind} named {key!r}{did_you_mean(key, known)}", f"Known: {', '.join(known)}"
             )
 
 
@@ -209,7 +209,7 @@ def _parse_rule(path: Path, name: str, value: Any) -> TensorRule:
     if target not in (*MODULES, *TARGETS):
         suggestion = did_you_mean(target, (*MODULES, *TARGETS))
         raise VitralError(
-            f"{path}: vitral has no tensor {target!r}.{suggestion}",
+            f"{path}: vitral has no tensor {target!r}{suggestion}",
             f"Names: {', '.join(name.replace(BLOCK, '...') for name in (*PARAMETERS[:4], *MODULES))}; ... is {BLOCK}",
         )
     if ("{block}" in target) != ("{block}" in name):

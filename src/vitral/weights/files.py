@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitral import bundled
+from vitral.data.names import CHECKPOINT_SUFFIXES
 from vitral.errors import VitralError
-from vitral.runs.run import CHECKPOINT_SUFFIXES
 from vitral.utils.atomic import atomic_writer
 from vitral.utils.json_toml import read_json
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from vitral.data.names import CHECKPOINT_SUFFIXES
 from vitral.errors import VitralError
-from vitral.runs.run import CHECKPOINT_SUFFIXES
 from vitral.weights.files import error_in_one_line
 
 SCHEME = "hf:"

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitral.cli.checks import check_output
 from vitral.cli.messages import print_checkpoint_notes, print_notes
 from vitral.cli.options import ResizeFlag
 from vitral.cli.parsing import Command, CommandGroup, argument, option
@@ -82,6 +83,7 @@ def where(args: DataWhereArgs) -> int:
 
 
 def pack(args: DataPackArgs) -> int:
+    check_output(args.out)
     from vitral.training import setup
 
     options = {

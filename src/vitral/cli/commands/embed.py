@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     ENGINE_HELP,
     MODEL_HELP,
@@ -37,6 +37,7 @@ def embed(args: EmbedArgs) -> int:
     if not args.files:
         raise missing_images_error("embed", args.model)
     check_inputs(args.model, images=args.files)
+    check_output(args.out)
     from vitral import api
 
     with status_line("Computing features"):

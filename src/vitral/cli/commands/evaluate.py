@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     ALLOW_LEAK_HELP,
     ENGINE_HELP,
@@ -64,6 +64,7 @@ class EvaluateArgs:
 def evaluate(args: EvaluateArgs) -> int:
     check_inputs(args.model, data=args.data, labels=args.labels)
     check_inputs(data=args.ood)
+    check_output(args.figures)
     if args.coverage is not None and not 0 < args.coverage < 1:
         raise VitralError(
             f"--coverage must be between 0 and 1, got {args.coverage:g}",

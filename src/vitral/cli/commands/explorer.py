@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import LABELS_HELP, MODEL_HELP, announce_downloads, find_image_files, print_notes, status_line
 from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.parsing import Command, argument, option
@@ -39,6 +39,7 @@ class ExplorerArgs:
 
 def explorer(args: ExplorerArgs) -> int:
     check_inputs(*args.models, images=args.images, data=args.faithfulness, labels=args.labels)
+    check_output(args.out)
     from vitral import api
 
     announce_downloads(args.faithfulness)

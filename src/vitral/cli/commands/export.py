@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     EVAL_DATA_HELP,
     LABELS_HELP,
@@ -46,6 +46,7 @@ class ExportArgs:
 
 def export(args: ExportArgs) -> int:
     check_inputs(args.model, data=args.data, labels=args.labels)
+    check_output(args.out)
     from vitral import api
 
     predictor = load_model(args.model, args.checkpoint, device="cpu", engine="reference", labels=args.labels)

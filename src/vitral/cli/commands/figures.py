@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import LABELS_HELP, MODEL_HELP, find_image_files, print_notes, status_line
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
@@ -26,6 +26,7 @@ class FiguresArgs:
 
 def figures(args: FiguresArgs) -> int:
     check_inputs(args.model, images=args.images, labels=args.labels)
+    check_output(args.out)
     from vitral.explain import load_explainable
     from vitral.reporting.figures import paper
 

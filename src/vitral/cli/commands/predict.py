@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     BUNDLED,
     ENGINE_HELP,
@@ -55,6 +55,7 @@ def predict(args: PredictArgs) -> int:
     if args.model.lower().endswith(".onnx"):
         return predict_onnx(args, output_format)
     check_inputs(args.model, images=args.files, labels=args.labels)
+    check_output(args.out)
     predictor = load_model(
         args.model,
         args.checkpoint,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     ALLOW_LEAK_HELP,
     DATA_HELP,
@@ -67,6 +67,7 @@ def probe(args: ProbeArgs) -> int:
         raise VitralError(f"cannot write a plot to {args.out}", "Supported formats: .png, .svg, .pdf")
     other = args.against if args.against != RANDOM else None
     check_inputs(args.init_from, other, data=args.data, recipe=args.recipe)
+    check_output(args.out)
     if args.against is not None:
         return compare(args, args.against)
     for name in ("fractions", "seeds", "epochs", "recipe", "fine_tuning", "results"):

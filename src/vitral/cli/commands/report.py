@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import (
     ALLOW_LEAK_HELP,
     ENGINE_HELP,
@@ -43,6 +43,7 @@ class ReportArgs:
 def report(args: ReportArgs) -> int:
     check_inputs(args.model, data=args.data, labels=args.labels)
     check_inputs(data=args.ood)
+    check_output(args.out)
     from vitral import api
 
     predictor = load_model(args.model, args.checkpoint, labels=args.labels, engine=args.engine)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.config_fields import NO_DEFAULT, ConfigField, read_config_fields
 from vitral.cli.messages import DATA_HELP
 from vitral.cli.options import AUTO, ResizeFlag, check_checkpoint_flags, checkpoint_flags, checkpoint_options
@@ -103,6 +103,7 @@ def train(args: TrainArgs) -> int:
     if args.resume is None:
         init_from = args.overrides.get("init_from")
         check_inputs(None if init_from in ("", AUTO) else init_from, data=args.data, recipe=args.recipe)
+        check_output(args.out)
     elif args == TrainArgs(resume=args.resume) and not is_cross_validation(args.resume):
         from vitral.runs.run import Run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitral import bundled
-from vitral.cli.checks import check_inputs
+from vitral.cli.checks import check_inputs, check_output
 from vitral.cli.messages import BUNDLED, LABELS_HELP, print_notes
 from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.output import prediction_text
@@ -40,6 +40,7 @@ def walk(args: WalkArgs) -> int:
     if args.out is not None and args.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out must end in .html or .md, got {args.out}", "For example: --out walk.html")
     check_inputs(args.model, images=(args.image,), labels=args.labels)
+    check_output(args.out)
     from vitral.data.decode import decode_native
     from vitral.explain import load_explainable
     from vitral.inference.prediction import Label

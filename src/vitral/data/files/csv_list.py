@@ -84,7 +84,7 @@ def _split_and_file(path: Path, row: _Row, hint: str = "Every row needs a path a
     split = row.values.get("split", "").lower() or "train"
     if split not in SPLIT_NAMES:
         raise VitralError(
-            f"{path}, line {row.line}: unknown split {split!r}.{did_you_mean(split, SPLIT_NAMES)}",
+            f"{path}, line {row.line}: unknown split {split!r}{did_you_mean(split, SPLIT_NAMES)}",
             f"Splits: {', '.join(SPLIT_NAMES)}",
         )
     if not (file := row.values.get("path", "")):
@@ -124,7 +124,7 @@ def _label_columns(path: Path, columns: Sequence[str], options: LabelOptions) ->
         if missing := [name for name in options.targets if name not in columns]:
             raise VitralError(
                 f"{path} has no column {missing[0]!r}",
-                f"Its columns: {', '.join(columns)}.{did_you_mean(missing[0], others)}",
+                f"Its columns: {', '.join(columns)}{did_you_mean(missing[0], others)}",
             )
         if task not in (None, "regression"):
             raise VitralError(f"data.targets are for regression, but the task is {task}", "Omit --data.targets")

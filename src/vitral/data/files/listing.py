@@ -80,7 +80,7 @@ def make_listing(
     for split in ("validation", "test"):
         if untrained := sorted(class_names[split] - set(classes)):
             raise VitralError(
-                f"{name}: class {untrained[0]!r} of the {split} split has no training images."
+                f"{name}: class {untrained[0]!r} of the {split} split has no training images"
                 f"{did_you_mean(untrained[0], classes)}",
                 f"Classes of the training split: {truncate_list(classes, 12)}",
             )

@@ -35,6 +35,7 @@ from vitral.data.files.location import ImageLocation, file_version
 from vitral.data.files.row_checksums import file_checksum
 from vitral.data.geometry import Size
 from vitral.data.lazy_images import Images
+from vitral.data.names import PACK_INDEX
 from vitral.data.preprocess import Preprocessing
 from vitral.data.targets import Labels, TaskName, label_values, labels_array
 from vitral.data.variable_images import VariableSizeImages
@@ -44,7 +45,6 @@ from vitral.utils.locks import file_lock
 from vitral.utils.serialization import from_dict, to_dict
 
 FORMAT = 3
-INDEX = "index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +95,15 @@ def fingerprint(locations: Iterable[ImageLocation], *parameters: object) -> str:
 
 
 def write_index(folder: Path, index: PackIndex) -> None:
-    write_checked_json(folder / INDEX, to_dict(index))
+    write_checked_json(folder / PACK_INDEX, to_dict(index))
 
 
 def read_index(folder: Path) -> PackIndex:
     try:
-        format_number = read_json_object(folder / INDEX).get("format")
-        index = from_dict(PackIndex, read_checked_json(folder / INDEX)) if format_number == FORMAT else None
+        format_number = read_json_object(folder / PACK_INDEX).get("format")
+        index = from_dict(PackIndex, read_checked_json(folder / PACK_INDEX)) if format_number == FORMAT else None
     except (OSError, ValueError, VitralError) as error:
-        raise DamagedPackError(folder / INDEX, error_reason(error)) from error
+        raise DamagedPackError(folder / PACK_INDEX, error_reason(error)) from error
     if index is None:
         raise VitralError(
             f"{folder} was packed in format {format_number}, expected {FORMAT}",
@@ -113,7 +113,7 @@ def read_index(folder: Path) -> PackIndex:
 
 
 def is_packed(path: Path) -> bool:
-    return (path / INDEX).is_file()
+    return (path / PACK_INDEX).is_file()
 
 
 def read_split(folder: Path, name: str) -> PackedSplit | None:
@@ -203,7 +203,7 @@ def remove_stale_packs(folder: Path, index: PackIndex) -> None:
             continue
         with suppress(OSError, ValueError, Timeout):
             if is_packed(other):
-                if _is_stale(read_json_object(other / INDEX), index):
+                if _is_stale(read_json_object(other / PACK_INDEX), index):
                     shutil.rmtree(other)
             elif (part := other / ".train.part").is_file() and _is_stale(read_json_object(part), index):
                 with file_lock(folder.parent / f".{other.name}.train.lock", timeout=0):

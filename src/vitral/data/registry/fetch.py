@@ -50,11 +50,11 @@ class CatalogEntry:
         return self.paths is not None
 
 
-def check_dataset_name(name: str) -> None:
-    """Raise VitralError unless `name` is a built-in dataset."""
+def check_dataset_name(name: str, suggestion: str = "") -> None:
+    """Raise VitralError unless `name` is a built-in dataset. `suggestion` ends the message; default: a similar name."""
     if name not in BUILTIN_DATASETS:
         raise VitralError(
-            f"no dataset or folder named {name!r}.{did_you_mean(name, BUILTIN_DATASETS)}",
+            f"no dataset or folder named {name!r}{suggestion or did_you_mean(name, BUILTIN_DATASETS)}",
             f"Built-in datasets: {', '.join(BUILTIN_DATASETS)} (see `vitral data list`)",
         )
 
