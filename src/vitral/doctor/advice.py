@@ -21,7 +21,7 @@ from vitral.doctor.backbones import (
 )
 from vitral.doctor.diagnosis import Diagnosis
 from vitral.doctor.estimates import estimate_memory, estimate_seconds
-from vitral.doctor.tuning import advise_tuning
+from vitral.doctor.tuning import MIN_SCRATCH_IMAGES, advise_tuning
 from vitral.errors import VitralError, shell_quote
 from vitral.recipes.builtin import get_recipe
 from vitral.recipes.schema import Recipe
@@ -30,8 +30,7 @@ from vitral.training.setup import with_checkpoint_architecture
 from vitral.utils.serialization import to_dict
 from vitral.weights.hub import SCHEME
 
-MIN_SCRATCH_IMAGES = 50_000  # training images; with fewer, fine-tuning is clearly better (ViT paper, section 4.3)
-MIN_SCRATCH_SMALL_IMAGES = 5_000  # for digits, icons or microscope patches, which differ from photographs
+MIN_SCRATCH_PHOTOS = 50_000  # training images; with fewer, fine-tuning is clearly better (ViT paper, section 4.3)
 SMALL_SIDE = 64  # maximum shorter side in pixels of images that are assumed not to be photographs
 
 
@@ -118,9 +117,9 @@ def _decide_from_scratch(num_train: int, median_side: float, init_from: str | No
     """Whether to train from scratch, and the reason."""
     if init_from is not None:
         return False, "A checkpoint was given"
-    if num_train >= MIN_SCRATCH_IMAGES:
+    if num_train >= MIN_SCRATCH_PHOTOS:
         return True, f"{num_train:,} training images are enough to train from scratch"
-    if median_side <= SMALL_SIDE and num_train >= MIN_SCRATCH_SMALL_IMAGES:
+    if median_side <= SMALL_SIDE and num_train >= MIN_SCRATCH_IMAGES:
         return True, f"{num_train:,} small images ({median_side:.0f} px): pretraining on photographs helps little"
     return False, f"{num_train:,} training images are too few to train a ViT from scratch"
 

@@ -12,6 +12,8 @@ from vitral.recipes.schema import Recipe
 # Training images per class. With 1,000 images per task, LoRA is more accurate than training all weights on most tasks
 # of VTAB (arXiv 2206.04673).
 FEW_PER_CLASS = 10
+# Training images for a ViT from scratch; enough only for digits, icons or microscope patches, unlike photographs.
+MIN_SCRATCH_IMAGES = 5_000
 # Memory of a step with B/16, batch size 256, relative to full: last-4 0.44, LoRA 0.96 (H200, fused backend).
 MEMORY_FRACTION = 0.9  # of a GPU's memory that training may need
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from vitral import __version__
+from vitral.data.names import is_file_dataset
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
-from vitral.doctor.tuning import advise_tuning
+from vitral.doctor.tuning import MIN_SCRATCH_IMAGES, advise_tuning
 from vitral.errors import shell_quote
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, split_warning
 from vitral.recipes.schema import Recipe
@@ -72,13 +73,16 @@ def recipe_line(recipe: Recipe) -> str:
 
 
 def tuning_lines(setup: TrainingSetup, hardware: Hardware, num_trained: int) -> list[str]:
-    """What trains, if it is not everything; or that training less would suit the data or the hardware better."""
+    """What trains, if it is not everything; or that other training would suit the data or the hardware better."""
     recipe = setup.recipe
     if recipe.tune != "full":
         return [f"Tuning    {describe_tuning(recipe)}: {num_trained / 1e6:.2f} M parameters"]
+    num_train = len(setup.dataset.train)
     if not recipe.init_from:
-        return []
-    advice = advise_tuning(recipe, len(setup.dataset.train), hardware)
+        is_scarce = num_train < MIN_SCRATCH_IMAGES and is_file_dataset(setup.dataset.name)
+        hint = "are too few to train a ViT from scratch. To fine-tune a checkpoint: --init-from FILE or auto"
+        return [f"          {num_train:,} training images {hint}"] if is_scarce else []
+    advice = advise_tuning(recipe, num_train, hardware)
     return [] if advice.tune == "full" else [f"Tuning    everything; consider --tune {advice.tune}: {advice.reason}"]
 
 
