@@ -4,7 +4,7 @@
 
 FOLDER has train/CLASS and val/CLASS. Altered copies of the training images are compared with them, and the validation
 images, which are different photographs. Fingerprints are computed twice, on their own and while the files are packed,
-and must be equal.
+and differ only for JPEG files that are decoded at different sizes.
 """
 
 from __future__ import annotations
