@@ -77,6 +77,15 @@ def test_qkv_weights_are_three_matrices_and_muon_has_its_own_weight_decay() -> N
         ("encoder.norm.weight", 13),
         ("attention_pooling.probe", 13),
         ("head.out.weight", 13),
+        ("student.vit.patch_embedding.project.weight", 0),
+        ("student.vit.encoder.blocks.0.norm1.weight", 1),
+        ("student.vit.encoder.norm.weight", 13),
+        ("student.mask_token", 13),
+        ("student.head.0.weight", 13),
+        ("predictor.0.weight", 13),
+        ("decoder.encoder.blocks.0.mlp.expand.weight", 13),
+        ("pooled_projection.0.weight", 13),
+        ("patch_projection.0.weight", 13),
     ],
 )
 def test_layer_index_counts_from_the_embedding_to_the_head(name: str, index: int) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 STUDENT = "student.vit."  # prefix of the ViT in a pretraining method
 HEAD = "head."  # prefix of the parameters that train with any `Recipe.tune`
 AFTER_BLOCKS = ("encoder.norm", "head", "attention_pooling", "pooled_norm")  # prefixes of layer L + 1
-PRETRAINING_HEADS = ("student.", "predictor.", "decoder.")  # after STUDENT has been removed
+PRETRAINING_HEADS = ("student.", "predictor.", "decoder.", "pooled_projection.", "patch_projection.")  # without STUDENT
 
 NO_DECAY = LEARNED_VECTORS  # suffixes; weight decay would only pull these vectors towards zero
 FUSED_QKV = "qkv.weight"  # queries, keys and values: three square matrices stacked along the rows
