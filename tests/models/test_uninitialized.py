@@ -23,6 +23,16 @@ config = ViTConfig(image_size=(16, 16), patch_size=4, channels=1, num_classes=4,
 assert len(meta_state_dict("plain", config)) > 20
 print("torch._dynamo" in sys.modules)
 """
+CHECK_METHODS = """
+import sys
+from dataclasses import replace
+from vitral.recipes.builtin import get_recipe
+from vitral.training.pretraining.setup import check_method
+recipe = get_recipe("pretrain")
+for method in ("lejepa", "moco", "dino", "mae"):
+    check_method(replace(recipe, pretrain=replace(recipe.pretrain, method=method)))
+print("torch._dynamo" in sys.modules)
+"""
 
 
 def test_the_meta_device_has_the_names_and_shapes_of_the_model() -> None:
@@ -36,4 +46,10 @@ def test_the_meta_device_has_the_names_and_shapes_of_the_model() -> None:
 @pytest.mark.slow
 def test_rotary_positions_on_the_meta_device_load_no_compiler() -> None:
     result = subprocess.run([sys.executable, "-c", BUILD_ON_META], capture_output=True, text=True, check=True)
+    assert result.stdout == "False\n"
+
+
+@pytest.mark.slow
+def test_checking_the_methods_of_pretraining_loads_no_compiler() -> None:
+    result = subprocess.run([sys.executable, "-c", CHECK_METHODS], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

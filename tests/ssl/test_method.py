@@ -28,7 +28,7 @@ from vitral.errors import VitralError
 from vitral.models.variants import VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 from vitral.ssl.config import MethodName, PretrainConfig
-from vitral.ssl.method import Branch, PretrainMethod, default_momentum
+from vitral.ssl.method import Branch, PretrainMethod, default_momentum, pooled_width
 from vitral.ssl.methods import make_method
 from vitral.ssl.views import ViewConfig
 
@@ -469,3 +469,9 @@ def test_training_lowers_the_loss_and_improves_the_features(name: MethodName) ->
         losses.append(loss.item())
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
     assert knn_accuracy(method) > accuracy + 0.05  # from 0.70
+
+
+@pytest.mark.parametrize("variant", ["plain", "class-and-mean", "distilled", "late-norm"])
+def test_pooled_width_is_that_of_the_features(variant: str) -> None:
+    vit = VARIANTS[variant](VIT)
+    assert vit.pool(torch.zeros(1, 2 + math.prod(VIT.grid), VIT.width)).shape == (1, pooled_width(vit))

@@ -13,12 +13,13 @@ from vitral.models.variants import SAVED_VARIANTS
 from vitral.models.vit import ViT, ViTConfig
 
 INIT_FUNCTIONS = ("uniform_", "normal_", "kaiming_uniform_", "xavier_uniform_", "trunc_normal_")
+RANGE_FUNCTIONS = (torch.arange, torch.linspace)
 
 
 class SkipInit(TorchFunctionMode):
     """Skip random initialization, which takes a second for B/16 and loads a compiler on the meta device.
 
-    torch.arange, which tables of positions need, would load it too; it runs on the CPU instead of the meta device.
+    Constants such as tables of positions would load it too; they are computed on the CPU instead of the meta device.
     """
 
     def __torch_function__(
@@ -31,7 +32,8 @@ class SkipInit(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in INIT_FUNCTIONS:
             return args[0] if args else kwargs["tensor"]
-        if func is torch.arange and torch.device(kwargs.get("device") or torch.get_default_device()).type == "meta":
+        is_on_meta = torch.device(kwargs.get("device") or torch.get_default_device()).type == "meta"
+        if func in RANGE_FUNCTIONS and is_on_meta:
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
 

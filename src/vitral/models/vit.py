@@ -464,6 +464,8 @@ class Trace:
 class ViT(nn.Module):
     """The Vision Transformer. `ViT(config)(images)` returns logits, `.trace(images)` all intermediate results."""
 
+    pooled_vectors = 1  # of width D that `pool` concatenates; 2 in some variants
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config

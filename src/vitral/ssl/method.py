@@ -183,11 +183,9 @@ def default_momentum(total_steps: int) -> float:
     return min(MAX_MOMENTUM, max(MIN_MOMENTUM, 1 - NUM_TIME_CONSTANTS / total_steps))
 
 
-@torch.no_grad()
 def pooled_width(vit: ViT) -> int:
     """Width of the pooled features: D, or 2D for variants that concatenate two tokens."""
-    num_tokens = vit.config.num_prefix_tokens + math.prod(vit.config.grid)
-    return vit.pool(torch.zeros(1, num_tokens, vit.config.width)).shape[1]
+    return vit.pooled_vectors * vit.config.width
 
 
 def view_features(branch: Branch, views_BVCHW: Tensor) -> Tensor:

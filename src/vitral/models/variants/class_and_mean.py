@@ -11,6 +11,8 @@ from vitral.models.vit import ClassificationHead, ViT, ViTConfig, initialise
 
 
 class ClassAndMeanViT(ViT):
+    pooled_vectors = 2
+
     def __init__(self, config: ViTConfig) -> None:
         self.check_config(config)
         super().__init__(config)

@@ -33,6 +33,8 @@ class DistilledHead(nn.Module):
 
 
 class DistilledViT(ViT):
+    pooled_vectors = 2
+
     def __init__(self, config: ViTConfig) -> None:
         self.check_config(config)
         super().__init__(config)

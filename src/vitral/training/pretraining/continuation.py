@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
+from vitral.models.uninitialized import SkipInit
 from vitral.models.variants import VARIANTS
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.runs.run import Run
@@ -70,7 +71,7 @@ def read_continued_method(
     if content is None:
         return ContinuedMethod(notes=(f"{NEW_HEADS}: {recipe.init_from} has no checkpoint in one file",))
     saved = content["model"]
-    with torch.device("meta"):
+    with SkipInit(), torch.device("meta"):
         expected = make_method(config, VARIANTS[recipe.variant](recipe.model), preprocessing).state_dict()
     heads = {name: tensor for name, tensor in saved.items() if ".vit." not in name}
     if {name: tensor.shape for name, tensor in heads.items()} != {

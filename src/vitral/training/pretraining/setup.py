@@ -15,6 +15,7 @@ from vitral.data.registry.sources import BUILTIN_DATASETS
 from vitral.data.unlabelled import check_batch_size, find_unlabelled
 from vitral.data.unlabelled_sources import Source, source_name
 from vitral.errors import VitralError
+from vitral.models.uninitialized import SkipInit
 from vitral.models.variants import VARIANTS
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
@@ -141,7 +142,7 @@ def check_method(recipe: Recipe) -> None:
     assert config is not None
     if config.method == "distill":  # depends on the teacher, and trains every model
         return
-    with torch.device("meta"):
+    with SkipInit(), torch.device("meta"):
         vit = VARIANTS[recipe.variant](model)
         method = make_method(config, vit, make_preprocessing(with_placeholder_stats(recipe)))
     height, width = method.views.local_image_size(model.image_size, model.patch_size)
