@@ -269,3 +269,10 @@ def test_files_can_be_left_out(pretrain: Any, photos: Path, tmp_path: Path) -> N
     (tmp_path / "list.txt").write_text("\n".join(names))
     result = pretrain(epochs=1, exclude=tmp_path / "list.txt")
     assert Run(result.run).load_environment()["data"]["images"] == 20
+
+
+@pytest.mark.parametrize("argument", ["labels", "judge"])
+def test_labelled_images_have_a_name(pretrain: Any, argument: str) -> None:
+    items = [(np.zeros((20, 20, 3), dtype=np.uint8), name) for name in ("ants", "bees")]
+    with pytest.raises(VitralError, match=f"expected a name or path for {argument}, got an object of type list"):
+        pretrain(**{argument: items})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,44 @@ def test_images_that_cannot_judge_are_refused_before_the_training(
     assert str(unlabelled) in refuse(command, "pretrain", photos, *TINY_FLAGS, *flags, unlabelled)[0]
     what, _ = refuse(command, "pretrain", photos, *TINY_FLAGS, *flags, photos, "--judge-seeds", 0)
     assert "must be at least 1, got 0" in what
+    assert not (tmp_path / "run").exists()
+
+
+def one_image_per_class(photos: Path, labelled: Path) -> Path:
+    for folder in sorted(photos.iterdir())[:2]:
+        (labelled / folder.name).mkdir(parents=True)
+        shutil.copy(next(folder.glob("*.png")), labelled / folder.name)
+    return photos
+
+
+def empty_files(photos: Path, labelled: Path) -> Path:
+    shutil.copytree(photos, labelled)
+    for file in sorted(labelled.rglob("*.png"))[::2]:
+        file.write_bytes(b"")
+    return photos
+
+
+def other_channels(photos: Path, labelled: Path) -> Path:
+    shutil.copytree(photos, labelled)
+    return save_arrays(labelled.parent / "arrays", channels=5)
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (one_image_per_class, "has no test images"),
+        (empty_files, "images are unreadable, more than 1.0%"),
+        (other_channels, "have 8-bit grey or RGB; the model has images with 5 channels"),
+    ],
+)
+def test_labelled_images_are_read_before_the_training(
+    command: Command, photos: Path, tmp_path: Path, save: Callable[[Path, Path], Path], message: str
+) -> None:
+    labelled = tmp_path / "labelled"
+    unlabelled = save(photos, labelled)
+    what, _ = refuse(command, "pretrain", unlabelled, *TINY_FLAGS, "--out", tmp_path / "run", "--judge", labelled)
+    assert str(labelled) in what
+    assert message in what
     assert not (tmp_path / "run").exists()
 
 

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from support.photos import COLOURS, PREPROCESSING, noisy_image, save_class_folders, save_photo
@@ -122,3 +124,15 @@ def test_labels_are_checked_without_decoding(tmp_path: Path, photos: Path) -> No
         check_labelled(tmp_path / "flat")
     with pytest.raises(VitralError, match="no dataset or folder"):
         check_labelled("nowhere")
+
+
+def test_images_that_the_model_cannot_read_are_named_as_such(tmp_path: Path, photos: Path) -> None:
+    hyperspectral = replace(PREPROCESSING, channels=5, mean=(0.5,) * 5, std=(0.2,) * 5)
+    with pytest.raises(VitralError, match="have 8-bit grey or RGB; the model has images with 5 channels"):
+        load_probe_set(photos, hyperspectral)
+    for name in ("ants", "bees"):
+        for index in range(2):
+            (tmp_path / "grey16" / name).mkdir(parents=True, exist_ok=True)
+            image = noisy_image(COLOURS[name], index).convert("L")
+            Image.fromarray(np.asarray(image).astype(np.uint16) * 257).save(tmp_path / "grey16" / name / f"{index}.png")
+    assert len(load_probe_set(tmp_path / "grey16", PREPROCESSING)) == 4  # converted to 8 bits

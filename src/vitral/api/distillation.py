@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitral.api.pretraining import PretrainResult, check_judge, finish, given_fields, train_without_labels
+from vitral.api.pretraining import PretrainResult, finish, given_fields, make_judgement, train_without_labels
 from vitral.api.runs import Launch
 from vitral.data.preprocess import Preprocessing
 from vitral.data.unlabelled import as_sources
@@ -80,7 +80,7 @@ def distill(
         >>> student = vitral.distill("photos/", teacher=teacher, epochs=1, batch_size=4)
         >>> model = vitral.train("photos/", init_from=student.run, epochs=1)
     """
-    check_judge(judge, judge_options)
+    judgement = make_judgement(judge, judge_options)
     overrides = {**given_fields({"pretrain.labels": labels}), **overrides}
     launch = Launch(out=out, resume=resume, quiet=quiet, callbacks=callbacks, overrides=overrides)
     sources = [] if images is None else as_sources(images)
@@ -99,10 +99,10 @@ def distill(
         launch,
         resolved,
         lambda recipe, progress: setup_distillation(recipe, progress, sources, network, expected),
-        is_judged=judge is not None,
+        judgement=judgement,
         progress_class=DistillProgressTable,
     )
-    return finish(run, resolved, judge, judge_options, quiet)
+    return finish(run, resolved, judgement, quiet)
 
 
 def split_teacher(

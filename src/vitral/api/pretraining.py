@@ -11,6 +11,7 @@ The command is `vitral pretrain photos/ --init-from vit.safetensors --judge labe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,16 +25,20 @@ from vitral.device.select import select_hardware
 from vitral.errors import VitralError
 from vitral.evaluation.label_efficiency import LabelEfficiency
 from vitral.evaluation.label_subsets import DEFAULT_FRACTIONS
+from vitral.evaluation.labelled_images import check_labelled_images
 from vitral.inference.predictor import Predictor
+from vitral.models.uninitialized import build_uninitialized
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal import pretraining as terminal
 from vitral.reporting.terminal.training import print_version
+from vitral.runs.model_io import ModelConfig
 from vitral.runs.run import Run
 from vitral.training.callbacks import Callback
 from vitral.training.pretraining.setup import check_learns_without_labels, resolve_pretrain_recipe, setup_pretraining
 from vitral.training.progress import PretrainProgressTable
-from vitral.training.setup import TrainingSetup, with_excluded_files
+from vitral.training.setup import TrainingSetup, resolve_recipe, with_excluded_files
+from vitral.weights.checkpoint import NO_HEAD
 
 
 class PretrainResult(NamedTuple):
@@ -92,7 +97,7 @@ def pretrain(
         >>> pretrained = vitral.pretrain("photos/", **options)
         >>> model = vitral.train("photos/", init_from=pretrained.run, epochs=1)
     """
-    check_judge(judge, judge_options)
+    judgement = make_judgement(judge, judge_options)
     overrides = {**given_fields({"pretrain.method": method, "pretrain.labels": labels}), **overrides}
     launch = Launch(out=out, resume=resume, quiet=quiet, callbacks=callbacks, overrides=overrides)
     sources = [] if images is None else as_sources(images)
@@ -110,9 +115,62 @@ def pretrain(
         launch,
         resolved,
         lambda recipe, progress: setup_pretraining(recipe, progress, sources),
-        is_judged=judge is not None,
+        judgement=judgement,
     )
-    return finish(run, resolved, judge, judge_options, quiet)
+    return finish(run, resolved, judgement, quiet)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Labelled images to measure on whether training helped, and arguments of `compare_label_efficiency`."""
+
+    images: str
+    options: Mapping[str, Any]
+
+    def check_images(self, setup: TrainingSetup) -> None:
+        """Refuse images that the trained model cannot be compared on, before it is trained."""
+        recipe = setup.recipe
+        config = ModelConfig(
+            architecture=recipe.model,
+            preprocessing=setup.preprocessing,
+            classes=(NO_HEAD,),
+            trained_on=setup.dataset.name,
+            epoch=0,
+            variant=recipe.variant,
+        )
+        untrained = Predictor(
+            build_uninitialized(recipe.variant, recipe.model), config, select_hardware(device="cpu", precision="fp32")
+        )
+        check_labelled_images(resolve_recipe(self.images, self.options.get("recipe") or "folder-finetune"), untrained)
+
+    def compare(self, run: Run, recipe: Recipe, quiet: bool) -> LabelEfficiency:
+        """Compare the weights of a finished run with those before it."""
+        num_images = run.load_environment().get("data", {}).get("images")
+        count = f"{num_images:,} " if isinstance(num_images, int) else ""
+        has_teacher = recipe.pretrain is not None and recipe.pretrain.method == "distill"
+        return compare_label_efficiency(
+            self.images,
+            run.path,
+            recipe.init_from or RANDOM,
+            results=run.path / "judge",
+            options=recipe.init_options,
+            subject=f"{'Distillation' if has_teacher else 'Pretraining'} on your {count}images",
+            quiet=quiet,
+            **self.options,
+        )
+
+
+def make_judgement(judge: str | Path | None, options: Mapping[str, Any] | None) -> Judgement | None:
+    """The comparison to make after the training, if it is requested. Raises VitralError if it cannot be made."""
+    if judge is None:
+        return None
+    check_name("judge", judge)
+    options = options or {}
+    if select_hardware().world.size > 1:
+        raise VitralError("--judge runs in one process", "Omit it, and compare afterwards: vitral probe --against")
+    check_arguments(options.get("fractions", DEFAULT_FRACTIONS), options.get("seeds", 3))
+    check_labelled(judge)
+    return Judgement(str(judge), options)
 
 
 def train_without_labels(
@@ -120,7 +178,7 @@ def train_without_labels(
     resolved: Recipe,
     make_setup: Callable[[Recipe, bool], TrainingSetup],
     *,
-    is_judged: bool = False,
+    judgement: Judgement | None = None,
     progress_class: type[PretrainProgressTable] = PretrainProgressTable,
 ) -> tuple[Run, Recipe]:
     """Train in a new run folder, or continue in that of an interrupted run. Returns the run and its complete recipe.
@@ -129,17 +187,19 @@ def train_without_labels(
         launch: Arguments of the caller.
         resolved: The recipe, without what is completed from the images.
         make_setup: Loads the images of a recipe; the second argument is whether to print progress.
-        is_judged: Whether a finished run was resumed to compare it with the weights before.
+        judgement: The comparison with the weights before that follows. Its images are checked before the training.
         progress_class: Prints one line per epoch.
     """
     opened = launch.open(resolved)
     world, console, recipe, run = opened
     if run is not None and run.is_finished:
-        terminal.print_finished(console, run, recipe, is_judged=is_judged)
+        terminal.print_finished(console, run, recipe, is_judged=judgement is not None)
         return run, recipe
     print_version(console)
     setup = world.run_on_all(lambda: make_setup(recipe, not console.quiet))
     probe_set = world.run_on_all(lambda: load_probe_images(setup))
+    if judgement is not None:
+        judgement.check_images(setup)
     with launch.prepare(opened, setup) as prepared:
         run, setup = prepared.run, prepared.setup
         terminal.print_summary(console, setup, prepared.hardware, prepared.parallel, run, probe_set)
@@ -153,7 +213,19 @@ def train_without_labels(
 
 def given_fields(values: Mapping[str, str | Path | None]) -> dict[str, str]:
     """Recipe fields that have arguments of their own, as overrides."""
-    return {name: str(value) for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        check_name(name.rpartition(".")[2], value)
+    return {name: str(value) for name, value in given.items()}
+
+
+def check_name(argument: str, value: object) -> None:
+    """Refuse a sequence of labelled images: a recipe and the comparison in a run folder name their images."""
+    if not isinstance(value, str | Path):
+        raise VitralError(
+            f"expected a name or path for {argument}, got an object of type {type(value).__name__}",
+            "Save labelled images in one folder per class, or name a built-in dataset",
+        )
 
 
 def check_micro_batches(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
@@ -168,40 +240,13 @@ def check_micro_batches(recipe: Recipe, overrides: Mapping[str, Any]) -> None:
         )
 
 
-def check_judge(judge: str | Path | None, options: Mapping[str, Any] | None) -> None:
-    """Refuse a comparison that would fail after the training."""
-    if judge is None:
-        return
-    options = options or {}
-    if select_hardware().world.size > 1:
-        raise VitralError("--judge runs in one process", "Omit it, and compare afterwards: vitral probe --against")
-    check_arguments(options.get("fractions", DEFAULT_FRACTIONS), options.get("seeds", 3))
-    check_labelled(judge)
-
-
 def load_probe_images(setup: TrainingSetup) -> ProbeSet | None:
     """The labelled images for the k-NN accuracy, if the recipe names any."""
     config = setup.recipe.pretrain
     return load_probe_set(config.labels, setup.preprocessing) if config is not None and config.labels else None
 
 
-def finish(
-    run: Run, recipe: Recipe, judge: str | Path | None, judge_options: Mapping[str, Any] | None, quiet: bool
-) -> PretrainResult:
+def finish(run: Run, recipe: Recipe, judgement: Judgement | None, quiet: bool) -> PretrainResult:
     """Load the model and, if requested, compare it with the weights before training."""
-    model, comparison = Predictor.load(run.path, device=recipe.device), None
-    if judge is not None:
-        num_images = run.load_environment().get("data", {}).get("images")
-        count = f"{num_images:,} " if isinstance(num_images, int) else ""
-        has_teacher = recipe.pretrain is not None and recipe.pretrain.method == "distill"
-        comparison = compare_label_efficiency(
-            str(judge),
-            run.path,
-            recipe.init_from or RANDOM,
-            results=run.path / "judge",
-            options=recipe.init_options,
-            subject=f"{'Distillation' if has_teacher else 'Pretraining'} on your {count}images",
-            quiet=quiet,
-            **(judge_options or {}),
-        )
-    return PretrainResult(model, run.path, comparison)
+    model = Predictor.load(run.path, device=recipe.device)
+    return PretrainResult(model, run.path, None if judgement is None else judgement.compare(run, recipe, quiet))

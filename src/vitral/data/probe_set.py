@@ -16,6 +16,7 @@ from vitral.data.datasets import VALIDATION_SEED, Dataset, load_builtin_dataset,
 from vitral.data.files.file_dataset import ReadOptions, list_images, load_file_dataset, read_listing
 from vitral.data.files.listing import DatasetListing
 from vitral.data.files.packed import is_packed
+from vitral.data.files.pixel_detection import check_pixel_format
 from vitral.data.lazy_images import Images
 from vitral.data.names import check_dataset_exists, is_file_dataset
 from vitral.data.preprocess import Preprocessing, to_model_input
@@ -111,6 +112,7 @@ def _from_listing(
     labels = torch.tensor([label for _, label in items])
     drawn = [items[row] for row in _sample(labels, max_images).tolist()]
     part = replace(listing, splits={"train": [], "validation": drawn, "test": []})
+    check_pixel_format([location for location, _ in drawn], listing.name, preprocessing.pixel_format)
     # Streamed, because a pack of this part would replace that of the whole dataset in the cache.
     split = read_listing(part, preprocessing, replace(options, pack=0.0)).validation.to_model_input(preprocessing)
     return _probe_set(listing.name, listing.classes, split.images, split.labels)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from vitral.data.datasets import Dataset, Split
+from vitral.data.files.pixel_detection import check_pixel_format
 from vitral.errors import VitralError
 from vitral.evaluation.data import load_dataset_for, load_split
 from vitral.evaluation.feature_comparison import ModelFeatures
@@ -21,6 +22,8 @@ from vitral.evaluation.probe import validate_features
 from vitral.inference.predictor import Predictor
 from vitral.models.variants import SAVED_VARIANTS
 from vitral.recipes.schema import Recipe
+
+NUM_CHECKED_IMAGES = 1000  # of each split, before a training that precedes the comparison
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,14 +53,33 @@ def without_validation_split(recipe: Recipe, predictor: Predictor) -> Recipe:
     return recipe
 
 
-def load_labelled_images(recipe: Recipe, predictor: Predictor) -> LabelledImages:
-    """Decode the images of a recipe for a model exactly as for a prediction."""
+def check_labelled_images(recipe: Recipe, predictor: Predictor) -> None:
+    """Raise VitralError if a comparison cannot use the images. Decodes at most NUM_CHECKED_IMAGES of each split.
+
+    The weights of `predictor` are not used.
+    """
+    dataset = load_classification_dataset(without_validation_split(recipe, predictor), predictor)
+    for split in (dataset.train, dataset.test if len(dataset.test) else dataset.validation):
+        if split.locations is not None:
+            check_pixel_format(split.locations, dataset.name, predictor.model_config.preprocessing.pixel_format)
+        rows = torch.linspace(0, len(split) - 1, NUM_CHECKED_IMAGES).long().unique()
+        load_split(split, predictor, indices=rows)
+
+
+def load_classification_dataset(recipe: Recipe, predictor: Predictor) -> Dataset:
+    """The images of a recipe as the model reads them. Raises VitralError unless each has one class."""
     dataset = load_dataset_for(recipe.data.name, predictor, recipe)
     if dataset.task != "classification":
         raise VitralError(
             f"a comparison of initial weights needs one class per image; {dataset.name} is for {dataset.task}",
             "Train with each of them and compare the results: vitral train DATA --init-from CHECKPOINT",
         )
+    return dataset
+
+
+def load_labelled_images(recipe: Recipe, predictor: Predictor) -> LabelledImages:
+    """Decode the images of a recipe for a model exactly as for a prediction."""
+    dataset = load_classification_dataset(recipe, predictor)
     notes, has_test = list(dataset.notes), len(dataset.test) > 0
     if has_test and len(dataset.validation):
         notes.append(f"the {len(dataset.validation):,} validation images are not used")

@@ -65,6 +65,17 @@ def detect_pixels(locations: Sequence[ImageLocation], name: str, layout: ArrayLa
     return _one_format([str(location) for location in sample], formats, name)
 
 
+def check_pixel_format(locations: Sequence[ImageLocation], name: str, expected: PixelFormat) -> None:
+    """Raise VitralError if a model that expects this format cannot read the files."""
+    detected = detect_pixels(locations, name, expected.layout).format
+    is_converted = expected.is_photo and detected.dtype != "float32" and detected.channels in (1, 3)
+    if not is_converted and (detected.channels, detected.dtype) != (expected.channels, expected.dtype):
+        raise VitralError(
+            f"the labelled images {name} have {describe_format(detected)}; the model has images with {expected}",
+            "Name labelled images with the same channels and type",
+        )
+
+
 def detect_listing_pixels(listing: DatasetListing, layout: ArrayLayout = "auto") -> DetectedPixels:
     """The pixel format of all splits of a listed dataset."""
     return detect_pixels(listing.locations, listing.name, layout)
