@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from vitral import weights
+from vitral.data.datasets import Dataset, Split
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.builtin import get_recipe
+from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import ModelConfig
+from vitral.training.augmented_examples import augmented_examples
 from vitral.training.setup import load_training_data, resolve_recipe, setup_training, with_dataset, with_preset
 
 
@@ -52,6 +56,25 @@ def test_a_preset_changes_the_architecture_and_rounds_the_image_size_up() -> Non
     assert (recipe.model.width, recipe.model.patch_size, recipe.model.image_size) == (192, 16, (48, 48))
     assert recipe.model.drop_path == get_recipe("cifar10").model.drop_path
     assert "local_heads" not in recipe.init_schemes, "Ti/16 has no rotary positions"
+
+
+@pytest.mark.parametrize("crop", [0.0, 0.4])
+@pytest.mark.parametrize(("image_channels", "model_channels"), [(1, 3), (3, 1)])
+def test_training_images_get_the_channels_of_the_model(
+    image_channels: int, model_channels: int, crop: float, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint for RGB images is fine-tuned on a grey dataset, or the reverse."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (20, image_channels, 10, 10), generator=generator, dtype=torch.uint8)
+    split = Split(images=images, labels=torch.arange(20) % 2)
+    dataset = Dataset(
+        name="noise", classes=("a", "b"), train=split, validation=split, source="", fingerprint="",
+        load_test=lambda: split,
+    )  # fmt: skip
+    monkeypatch.setattr("vitral.training.setup.load_builtin_dataset", lambda *_, **__: dataset)
+    setup = setup_training(recipe.with_overrides({"model.channels": model_channels, "augment.crop": crop}))
+    examples, _ = augmented_examples(setup.recipe, setup.dataset, setup.preprocessing, 4)
+    assert examples.shape == (4, model_channels, *setup.recipe.model.image_size)
 
 
 def test_another_dataset_brings_its_channels_and_image_size() -> None:

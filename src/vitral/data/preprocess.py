@@ -229,6 +229,14 @@ def resize_on_access(images: Images, preprocessing: Preprocessing) -> Images:
     return MappedImages(images, lambda batch: to_model_input(batch, preprocessing), preprocessing.shape)
 
 
+def to_model_channels(images: Images, preprocessing: Preprocessing) -> Images:
+    """Convert images to the channels of the model and keep their size."""
+    if isinstance(images, VariableSizeImages):  # read with these channels
+        return images
+    size = (images.shape[2], images.shape[3])
+    return resize_on_access(images, replace(preprocessing, image_size=size, crop=1.0, resize="crop", patch_size=1))
+
+
 def to_one_size(images: Images, preprocessing: Preprocessing) -> Tensor:
     """All images in memory at `image_size`; native inputs of other sizes are stretched.
 

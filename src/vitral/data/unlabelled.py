@@ -32,7 +32,7 @@ from vitral.data.files.pixel_detection import PHOTO, DetectedPixels, describe_fo
 from vitral.data.files.unlabelled_files import join_names, merge_image_files
 from vitral.data.lazy_images import Images, MappedImages
 from vitral.data.pixels import ArrayLayout
-from vitral.data.preprocess import Preprocessing, resize_on_access, to_model_input
+from vitral.data.preprocess import Preprocessing, resize_on_access, to_model_channels
 from vitral.data.unlabelled_sources import FilesPart, Source, SourcePart, distinct_sources, find_parts, source_name
 from vitral.data.unlabelled_sources import as_sources as as_sources
 from vitral.data.variable_images import VariableSizeImages, chain_images, resize_pixels
@@ -163,10 +163,9 @@ def _to_variable_sizes(images: Images, stored: Preprocessing) -> VariableSizeIma
     if isinstance(images, VariableSizeImages):
         return images
     height, width = stored_size(images.shape[2], images.shape[3], stored, is_train=True)
-    same_size = replace(stored, image_size=(images.shape[2], images.shape[3]), resize="crop", patch_size=1)
 
     def to_rows(batch: Tensor) -> Tensor:
-        resized = resize_pixels(to_model_input(batch, same_size), (height, width), stored.interpolation)
+        resized = resize_pixels(to_model_channels(batch, stored)[:], (height, width), stored.interpolation)
         rows = batch.new_zeros(len(batch), *stored.shape)
         rows.flatten(2)[:, :, : height * width] = resized.flatten(2)
         return rows

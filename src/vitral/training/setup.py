@@ -30,7 +30,7 @@ from vitral.data.files.packed import is_packed, read_index
 from vitral.data.files.pixel_detection import detect_listing_pixels, packed_pixels
 from vitral.data.loader import Loader, to_device_if_fits, training_images
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset
-from vitral.data.preprocess import Preprocessing, channel_stats
+from vitral.data.preprocess import Preprocessing, channel_stats, to_model_channels
 from vitral.data.registry.fetch import check_dataset_name
 from vitral.data.sequence import ItemSequence, detect_sequence_pixels, load_sequence
 from vitral.device.select import Hardware
@@ -220,8 +220,10 @@ def setup_training(recipe: Recipe, progress: bool = False, items: ItemSequence |
             recipe.distill.teacher, recipe.teacher_options, dataset.classes, recipe.model, preprocessing
         )
         notes = (*notes, *teacher_notes)
-    keeps_stored_size = recipe.augment.crop and recipe.data.resize != "pad"  # random crops keep the padding outside
-    train = dataset.train if keeps_stored_size else dataset.train.to_model_input(preprocessing)
+    if recipe.augment.crop and recipe.data.resize != "pad":  # random crops keep the padding outside
+        train = replace(dataset.train, images=to_model_channels(dataset.train.images, preprocessing))
+    else:
+        train = dataset.train.to_model_input(preprocessing)
     return TrainingSetup(
         recipe=recipe,
         dataset=replace(dataset, train=train, validation=dataset.validation.to_model_input(preprocessing)),
