@@ -112,6 +112,20 @@ def test_file_is_not_decoded_twice_if_the_model_gets_its_pixels(
         assert 0 in decode_into(RowFile(rows.fileno(), SHAPE), [0], [location], options).fingerprints
 
 
+def test_very_large_jpeg_is_decoded_again_at_reduced_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Averaging and hashing all pixels of 12 megapixels takes longer."""
+    monkeypatch.setattr(image_fingerprint, "MAX_FULL_DECODE", 20_000)
+    monkeypatch.setattr(image_fingerprint, "MAX_SHARED_PIXELS", 500_000)
+    file = FILES["large jpeg, reduced for both alike"](tmp_path)
+    options = DecodeOptions("bilinear", allow_reduced_jpeg=False, fingerprints=True)
+    with (tmp_path / "rows").open("w+b") as rows:
+        decoded = decode_into(RowFile(rows.fileno(), SHAPE), [0], [ImageLocation(str(file))], options)
+    assert (
+        Fingerprint.from_hex(decoded.fingerprints[0]).pixel_hash
+        == fingerprint_files([ImageLocation(str(file))]).pixel_hashes[0]
+    )
+
+
 def test_stored_pixels_do_not_depend_on_whether_fingerprints_are_computed(tmp_path: Path) -> None:
     modes = {"rgb": "RGB", "grey": "L", "cmyk": "CMYK"}
     files = [save_random_image(tmp_path / f"{name}.jpg", 1, (320, 270), mode) for name, mode in modes.items()]

@@ -96,7 +96,8 @@ def decode_into(
             if options.fingerprints:
                 source = read_content(source)
             image = _decode(source, str(location), target.shape, options)
-            array = np.asarray(image) if isinstance(image, Image.Image) and options.fingerprints else None
+            is_shared = options.fingerprints and options.torch_resize and isinstance(image, Image.Image)
+            array = np.asarray(image) if is_shared else None
             if isinstance(source, bytes) and options.fingerprints:
                 with suppress(ImageDecodeError):
                     decoded.fingerprints[row] = fingerprint_decoded(source, image, array).to_hex()

@@ -25,6 +25,7 @@ THUMBNAIL_SIZE = 32
 STORED_SIZE = THUMBNAIL_SIZE // 2  # of the grey thumbnail in a fingerprint
 REDUCED_SIZE = 5 * STORED_SIZE  # to which an image is averaged before it is resized; Pillow averages 5×5 pixels fastest
 MAX_FULL_DECODE = 2**19  # bytes of a JPEG file; larger ones are decoded at reduced size for their fingerprint alone
+MAX_SHARED_PIXELS = 2**22  # decoded for the model; decoding a larger JPEG file again at reduced size is faster
 SAMPLE_BYTES = 4096
 
 Array = np.ndarray[Any, Any]
@@ -58,9 +59,10 @@ def fingerprint_content(content: bytes) -> Fingerprint:
 def fingerprint_decoded(content: bytes, image: PixelSource, pixels_HWC: Array | None = None) -> Fingerprint:
     """The same for a file of which `decode_pixels` returned `image`; `pixels_HWC` is the array of it, if there is one.
 
-    Decodes the file again only if it has channels or values that the model does not get.
+    Decodes the file again only if it has channels or values that the model does not get, or if that is faster.
     """
-    if isinstance(image, ChannelImage) or has_other_native_pixels(content):
+    is_large_jpeg = image.width * image.height > MAX_SHARED_PIXELS and content.startswith(b"\xff\xd8")
+    if isinstance(image, ChannelImage) or has_other_native_pixels(content) or is_large_jpeg:
         return fingerprint_content(content)
     return Fingerprint(hash_bytes(content), *fingerprint_pixels(image, pixels_HWC))
 
