@@ -87,10 +87,12 @@ def check_single_label(name: str, options: LabelOptions) -> None:
 def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> VitralError:
     """The error for a folder whose images, if there are any, are not in class folders."""
     count = sum(1 for _ in iter_images([path]))
-    hint = f"Move its {count:,} images to one folder per class: {path}/ants, {path}/bees" if count else LAYOUT_HINT
+    hint, layout = LAYOUT_HINT, f"its {count:,} images to one folder per class: {path}/ants, {path}/bees"
     if count and len(classes := _sibling_classes(path)) > 1:
-        parent = shell_quote(path.parent)
-        hint = f"If {truncate_list(classes, 3)} are the classes, pass the folder that contains them: {parent}\n{hint}"
+        parent = f"If {truncate_list(classes, 3)} are the classes, pass the folder that contains them"
+        hint = f"{parent}: {shell_quote(path.parent)}\nOtherwise move {layout}"
+    elif count:
+        hint = f"Move {layout}"
     reasons = skipped.summary() if skipped is not None and not count else None
     return VitralError(f"{path} has no images in class folders" + (f"; {reasons}" if reasons else ""), hint)
 
