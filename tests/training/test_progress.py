@@ -51,8 +51,12 @@ def test_a_log_file_gets_a_line_every_30_s_within_an_epoch(monkeypatch: pytest.M
     assert [line.split("step ")[1].split(" of")[0] for line in lines] == ["30", "60", "90", "120", "150", "180"]
 
 
-def test_messages_are_printed() -> None:
+def test_messages_before_the_training_are_above_the_table() -> None:
     console, output = make_console()
     with ProgressTable(console, steps_per_epoch=10) as table:
         table.on_message("using bf16 instead of FP8: no FP8 units")
-    assert "using bf16 instead of FP8" in output.getvalue()
+        table.on_train_start()
+        table.on_message("epoch 3 is repeated")
+        table.on_epoch_end(METRICS, 75.0)
+    starts = [line.split()[0] for line in output.getvalue().splitlines()]
+    assert starts == ["using", "Epoch", "epoch", "3"]

@@ -31,10 +31,9 @@ class ProgressTable(Callback):
         self.console, self.steps_per_epoch, self.task = console, steps_per_epoch, TASKS[task]
         self.live = Live(console=console, auto_refresh=False, transient=True)
         self.last_output = time.monotonic()
+        self.has_header = False
 
     def __enter__(self) -> ProgressTable:
-        header = f"{'Epoch':>5}   {self.titles()}   {'Images/s':>9}   {'Remaining':>9}"
-        self.console.print(Text(header, style="dim"), soft_wrap=True)
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -42,10 +41,21 @@ class ProgressTable(Callback):
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
+    def print_header(self) -> None:
+        """Print the titles before the first line, after the messages about the settings of the run."""
+        if not self.has_header:
+            self.has_header = True
+            header = f"{'Epoch':>5}   {self.titles()}   {'Images/s':>9}   {'Remaining':>9}"
+            self.console.print(Text(header, style="dim"), soft_wrap=True)
+
+    def on_train_start(self) -> None:
+        self.print_header()
+
     def on_message(self, message: str) -> None:
         self.console.print(message, highlight=False, soft_wrap=True, style="yellow")
 
     def on_step(self, epoch: int, batch: int, loss: float, images_per_second: float, seconds_left: float) -> None:
+        self.print_header()
         if not self.console.is_terminal:
             self._print_line(epoch, batch, loss, images_per_second, seconds_left)
         elif batch % 5 == 0 or batch == self.steps_per_epoch:
@@ -73,6 +83,7 @@ class ProgressTable(Callback):
 
     def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
         self.last_output = time.monotonic()
+        self.print_header()
         remaining = "-" if math.isnan(seconds_left) else format_duration(seconds_left)
         self.console.print(
             f"{metrics['epoch']:>5}   {self.values(metrics)}   {metrics['images_per_second']:>9,.0f}   "
