@@ -57,7 +57,7 @@ def distill(
         images: As for `vitral.pretrain`: folders, lists, shards, built-in datasets or a sequence of images.
         teacher: A run, model folder, checkpoint file, "hf:owner/name", bundled model or `Predictor`. Or a callable from
             normalised images (B, C, H, W) to features (B, E), a feature map (B, E, h, w), or a pair or dictionary of
-            "pooled" and "patches"; a module is set to evaluation mode.
+            "pooled" and "patches"; a module is frozen and set to evaluation mode.
         teacher_preprocessing: Input that a callable expects. Default: the student's.
         recipe: Name, TOML file or Recipe. Default: "distill", or "distill-small" for built-in datasets.
         init_from: Checkpoint whose weights the student starts from. It determines the architecture.
