@@ -186,6 +186,18 @@ def test_csv_list_needs_no_labels_and_its_test_images_are_left_out(photos: Path)
     assert dataset.notes == (f"test images are left out: {photos.parent}/list.csv",)
 
 
+def test_test_images_of_a_list_are_left_out_of_a_folder_that_contains_them(photos: Path) -> None:
+    rows = [f"photos/{name}/0{index}.jpg,{split}" for name in ("ants", "bees") for index, split in enumerate(SPLITS)]
+    (photos.parent / "list.csv").write_text("\n".join(["path,split", *rows]))
+    in_folder = {file.name for file in photos.rglob("*.jpg")}
+    for sources in ((photos, photos.parent / "list.csv"), (photos.parent / "list.csv", photos)):
+        dataset = load(*sources)
+        assert {*names(dataset)} == in_folder - {"01.jpg"}
+        assert "6 images are listed more than once and used once" in dataset.notes
+    (photos.parent / "list.csv").write_text("path,split\nphotos/ants/00.jpg,train\nphotos/ants/00.jpg,test")
+    assert error_of(photos.parent / "list.csv").what == "all images are test images of a list"
+
+
 SPLITS = ("train", "test", "", "val")
 
 

@@ -3,7 +3,7 @@
 Test images are left out, so that a model that learned from unlabelled images can be evaluated on them afterwards:
 
     photos/test             next to photos/train or photos/val, at any depth
-    photos.csv              rows with the split test
+    photos.csv              rows with the split test, also if another source contains their files
     {train,test}-000.tar    shards with "test" in their name, if another name contains "train"
 
 A folder of test images that is passed itself is used.
@@ -12,7 +12,7 @@ A folder of test images that is passed itself is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,6 +40,7 @@ class ImageFiles:
     source: str  # for display
     state: object = None  # versions of shards
     test_images: tuple[str, ...] = ()  # for display: test folders, or lists and shards whose test images are left out
+    test_files: tuple[ImageLocation, ...] = ()  # of the rows of a list with the split test
     notes: tuple[str, ...] = ()  # for display: skipped files
 
 
@@ -104,6 +105,7 @@ def _list_csv(path: Path) -> ImageFiles:
         locations=tuple(ImageLocation(str(file)) for file in images),
         source=f"from {path}",
         test_images=(str(path),) if files["test"] else (),
+        test_files=tuple(ImageLocation(str(file)) for file in files["test"]),
     )
 
 
@@ -122,11 +124,12 @@ def _list_shards(pattern: str) -> ImageFiles:
 def merge_image_files(sources: Sequence[ImageFiles], exclude: Sequence[str] = (), data: str = "") -> DatasetListing:
     """One listing of the images of all sources: training images without classes, whose label is 0.
 
-    A file that is in several sources is listed once, where it comes first. `exclude` are files that are not used
-    (exclude.py), relative to the source `data`.
+    A file that is in several sources is listed once, where it comes first, and left out if a list has it as a test
+    image. `exclude` are files that are not used (exclude.py), relative to the source `data`.
     """
-    unique = _unique_locations(sources)
-    num_repeated = sum(len(source.locations) for source in sources) - len(unique)
+    unique, num_repeated = _unique_locations(sources)
+    if not unique:
+        raise VitralError("all images are test images of a list", "Add images, or change their split in the list")
     locations, num_excluded = unique, 0
     if exclude:
         files, num_excluded = exclude_files({"train": [(Path(item.path), item) for item in unique]}, exclude, data)
@@ -154,12 +157,21 @@ def join_names(names: Sequence[str]) -> str:
     return " + ".join([*names[:NUM_NAMES], *more])
 
 
-def _unique_locations(sources: Iterable[ImageFiles]) -> list[ImageLocation]:
-    """The images of all sources without repetitions, whichever way their folders are written."""
+def _unique_locations(sources: Sequence[ImageFiles]) -> tuple[list[ImageLocation], int]:
+    """The images of all sources without test images and repetitions, whichever way their folders are written, and the
+    number of repetitions."""
     resolve: Callable[[str], str] = cache(os.path.realpath)
+
+    def identity(location: ImageLocation) -> tuple[str, str, int]:
+        folder, name = os.path.split(location.path)
+        return folder if is_url(location.path) else resolve(folder), name, location.offset
+
+    test_files = {identity(location) for source in sources for location in source.test_files}
     unique: dict[tuple[str, str, int], ImageLocation] = {}
+    num_images = 0
     for source in sources:
         for location in source.locations:
-            folder, name = os.path.split(location.path)
-            unique.setdefault((folder if is_url(location.path) else resolve(folder), name, location.offset), location)
-    return list(unique.values())
+            if (key := identity(location)) not in test_files:
+                unique.setdefault(key, location)
+                num_images += 1
+    return list(unique.values()), num_images - len(unique)
