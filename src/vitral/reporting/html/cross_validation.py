@@ -113,7 +113,8 @@ def model_section(result: CrossValidation) -> str:
     if result.fold_model == "ensemble":
         kind = f"Ensemble: the mean probabilities of the {len(result.folds)} models of the folds"
     else:
-        kind = f"Trained on all images for {result.refit_epochs} epochs, the mean best number of the folds"
+        epochs = f"{result.refit_epochs} epoch{'s' if result.refit_epochs != 1 else ''}"
+        kind = f"Trained on all images for {epochs}, the mean best number of the folds"
     rows = [("Model", kind), ("Recipe", result.recipe)]
     if result.test is not None:
         accuracy = result.test.headline.accuracy

@@ -75,7 +75,7 @@ def test_lines(test: EvaluationReport | None) -> list[str]:
 def model_text(result: CrossValidation, folder: Path) -> str:
     if result.fold_model == "ensemble":
         return f"{folder}  (ensemble of the {len(result.folds)} folds: their mean probabilities)"
+    epochs = f"{result.refit_epochs} epoch{'s' if result.refit_epochs != 1 else ''}"
     return (
-        f"{folder}  (trained on all images for {result.refit_epochs} epochs, the mean best number; its accuracy is "
-        "estimated by the folds)"
+        f"{folder}  (trained on all images for {epochs}, the mean best number; its accuracy is estimated by the folds)"
     )
