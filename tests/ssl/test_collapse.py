@@ -231,3 +231,11 @@ def test_advice_names_what_helps_the_method() -> None:
     assert general.hint == "Lower --optim.lr, or lengthen --optim.warmup"
     assert of_a_method is not None
     assert of_a_method.hint == "Lower --optim.lr, lengthen --optim.warmup, or raise --dino.momentum"
+
+
+def test_advice_for_a_constant_teacher_is_a_slower_one_or_balancing() -> None:
+    entropy = math.log(16) / 2
+    check = replace(HEALTHY, teacher_entropy=entropy, teacher_marginal_entropy=entropy, num_outputs=16)
+    collapse = collapse_reason([check, check, check], "raise --dino.momentum")
+    assert collapse is not None
+    assert collapse.hint == "Raise --dino.momentum, use --dino.balance sinkhorn, or lower --optim.lr"

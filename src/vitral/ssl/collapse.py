@@ -142,16 +142,12 @@ def collapse_reason(history: Sequence[CollapseMetrics], remedy: str | None = Non
     elif _stays_below(MIN_RANK_FRACTION * best_rank, ranks):
         what = f"features are collapsing: their effective rank fell from {best_rank:.1f} to {ranks[-1]:.1f}"
     else:
-        return _teacher_collapse(recent, _advice(remedy))
-    return Collapse(what, _advice(remedy))
-
-
-def _advice(remedy: str | None) -> str:
+        return _teacher_collapse(recent)
     last = f"lengthen --optim.warmup, or {remedy}" if remedy else "or lengthen --optim.warmup"
-    return f"Lower --optim.lr, {last}"
+    return Collapse(what, f"Lower --optim.lr, {last}")
 
 
-def _teacher_collapse(recent: Sequence[CollapseMetrics], advice: str) -> Collapse | None:
+def _teacher_collapse(recent: Sequence[CollapseMetrics]) -> Collapse | None:
     """A teacher whose output is the same for every image: uniform, one constant dimension, or anything else."""
     entropies, marginals = [], []  # relative to log K
     for check in recent:
@@ -167,7 +163,8 @@ def _teacher_collapse(recent: Sequence[CollapseMetrics], advice: str) -> Collaps
         return Collapse(what, "Raise --dino.teacher-temperature, or use --dino.balance sinkhorn")
     information = [marginal - entropy for entropy, marginal in zip(entropies, marginals, strict=True)]
     if _stays_below(ENTROPY_TOLERANCE, information):
-        return Collapse("the teacher has collapsed: its output is the same for every image", advice)
+        what = "the teacher has collapsed: its output is the same for every image"
+        return Collapse(what, "Raise --dino.momentum, use --dino.balance sinkhorn, or lower --optim.lr")
     return None
 
 
