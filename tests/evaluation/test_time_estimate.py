@@ -79,7 +79,7 @@ def test_the_duration_is_announced_before_the_logits_are_computed(clock: FakeClo
         hardware=SimpleNamespace(device=torch.device("cpu")), logits=logits, logits_distributed=logits_distributed
     )
     split = Split(images=torch.zeros(2000, 1, 8, 8, dtype=torch.uint8), labels=torch.zeros(2000, dtype=torch.long))
-    target: Any = SimpleNamespace(predictor=predictor, split=split, split_name="test")
+    target: Any = SimpleNamespace(predictor=predictor, split=split, noun="test images")
     with thread_count(1):
         assert compute_target_logits(target, events.append, events.append).shape == (2000, 3)
     message = "Evaluating on 2,000 test images"

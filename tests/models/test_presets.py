@@ -97,7 +97,7 @@ def test_unknown_preset_suggests_the_closest_name(name: str, expected: str) -> N
 
 
 def test_unknown_preset_without_a_close_name() -> None:
-    with pytest.raises(VitralError, match=r"^no preset named 'resnet50'\.\nAvailable"):
+    with pytest.raises(VitralError, match=r"^no preset named 'resnet50'\nAvailable"):
         preset("resnet50")
 
 

@@ -159,7 +159,7 @@ def test_rope_preserves_norms_and_prefix_tokens(data: st.DataObject) -> None:
     [
         ({"num_clases": 10}, r"^no field named 'num_clases'\. Did you mean 'num_classes'\?"),
         ({"patch_sizem": 4}, "Did you mean 'patch_size'"),
-        ({"zzzzzz": 4}, r"^no field named 'zzzzzz'\.\nFields: image_size, patch_size"),
+        ({"zzzzzz": 4}, r"^no field named 'zzzzzz'\nFields: image_size, patch_size"),
         ({"num_classes": "10"}, r"^num_classes must be int, got '10'"),
         ({"num_classes": 10.0}, r"^num_classes must be int, got 10\.0"),
         ({"num_classes": True}, r"^num_classes must be int, got True"),
