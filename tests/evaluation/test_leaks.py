@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -14,6 +15,7 @@ import vitral
 from support.common import TINY_MODEL, Command, skip_figures
 from support.random_classes import save_random_classes
 from vitral.data.datasets import load_builtin_dataset
+from vitral.data.files.fingerprints import FORMAT
 
 TINY: dict[str, Any] = {
     "model.image_size": (16, 16),
@@ -105,6 +107,44 @@ def test_training_images_are_recognised_from_the_model_folder_alone(
     assert (leak.exact, leak.near) == (20, 4)
 
 
+def write_other_format(model: Path, number: int) -> None:
+    """Fingerprints as another version of vitral stores them."""
+    np.savez(model / "model" / "training_images.npz", format=np.array(number), values=np.zeros(3))
+
+
+def test_fingerprints_of_an_older_version_are_a_note_and_not_an_error(
+    run: Path, folder: Path, mixed_flat: Path, tmp_path: Path, command: Command
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    write_other_format(old, FORMAT - 1)
+    code, out, _ = command("evaluate", old, "--data", mixed_flat)
+    assert code == 0
+    assert out.count("warning") == 1
+    assert out.splitlines()[0] == (
+        f"warning: these images were not compared with the training images: {old}/model/training_images.npz was "
+        "written by an older version of vitral, whose fingerprints cannot be compared; train again with this version "
+        f"to check them {NOTE}"
+    )
+    assert "warning" not in command("evaluate", old, "--data", mixed_flat, "--allow-leak")[1]
+    leak = json.loads(command("evaluate", old, "--data", mixed_flat, "--json")[1])["leak"]
+    assert leak["unchecked"].startswith("these images were not compared with the training images")
+    assert (leak["num_images"], leak["exact"], leak["near_checked"]) == (44, 0, False)
+    probe = vitral.probe(str(folder), old).leak
+    assert probe is not None
+    assert probe.unchecked is not None
+    assert probe.exact == 0
+
+
+def test_damaged_fingerprints_are_still_refused(run: Path, mixed_flat: Path, tmp_path: Path, command: Command) -> None:
+    shutil.copytree(run, tmp_path / "damaged")
+    file = tmp_path / "damaged" / "model" / "training_images.npz"
+    file.write_bytes(file.read_bytes()[:100])
+    code, _, err = command("evaluate", tmp_path / "damaged", "--data", mixed_flat)
+    assert code == 2
+    assert f"{file} is damaged" in err
+
+
 def test_new_images_and_own_splits_are_reported_without_a_note(run: Path, tmp_path: Path, command: Command) -> None:
     new = save_random_classes(tmp_path / "new", {"ants": 3, "bees": 3}, seed=900_000)
     assert "warning" not in command("evaluate", run, "--data", new)[1]
@@ -171,6 +211,8 @@ def test_exported_images_of_a_builtin_dataset_are_recognised(tmp_path: Path) -> 
     assert (leak.exact, leak.near, leak.near_checked) == (30, 0, False)
     assert vitral.evaluate(tmp_path / "run").leak is None  # an official split
     assert (tmp_path / "run" / "model" / "training_images.npz").stat().st_size < 12 * 1300
+    write_other_format(tmp_path / "run", FORMAT - 1)
+    assert vitral.evaluate(tmp_path / "run", data=str(tmp_path / "exported")).leak == leak  # computed again
 
 
 def test_sequences_are_recorded_too(tmp_path: Path, mixed_flat: Path, folder: Path) -> None:

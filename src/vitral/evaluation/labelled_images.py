@@ -17,7 +17,7 @@ from vitral.data.files.pixel_detection import check_pixel_format
 from vitral.errors import VitralError
 from vitral.evaluation.data import load_dataset_for, load_split
 from vitral.evaluation.feature_comparison import ModelFeatures
-from vitral.evaluation.leaks import LeakReport, probe_leak
+from vitral.evaluation.leaks import LeakReport, evaluation_warning, probe_leak
 from vitral.evaluation.probe import validate_features
 from vitral.inference.predictor import Predictor
 from vitral.models.variants import SAVED_VARIANTS
@@ -124,10 +124,10 @@ def random_predictor(predictor: Predictor, seed: int) -> Predictor:
 
 
 def find_test_leak(predictor: Predictor, images: LabelledImages) -> LeakReport | None:
-    """Test images that are copies of labelled images or that the model was trained on; None if none are known."""
+    """Test images that are copies of labelled images or that the model was trained on; None if there are none."""
     evaluated = images.dataset.test if images.evaluated_on == "test" else images.dataset.validation
     leak = probe_leak(predictor, images.dataset, evaluated)
-    return leak if leak is not None and leak.count else None
+    return leak if evaluation_warning(leak) is not None else None
 
 
 def comparability_notes(before: Predictor | None, after: Predictor, dataset: Dataset) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vitral.data.datasets import Dataset, Split
 from vitral.data.files.duplicates import CopyMatches, find_copies
 from vitral.data.files.fingerprints import (
+    FingerprintFormatError,
     ImageFingerprints,
     concatenate,
     fingerprint_files,
@@ -47,6 +48,7 @@ class LeakReport:
     near_checked: bool  # False: only exact copies can be recognised
     examples: tuple[str, ...] = ()  # files
     new_accuracy: Interval | None = None  # on the other images, if there are enough of them
+    unchecked: str | None = None  # why the model's training images could not be compared, and what to do
 
     @property
     def count(self) -> int:
@@ -78,16 +80,22 @@ def fingerprint_training_images(dataset: Dataset) -> ImageFingerprints | None:
 def load_training_images(predictor: Predictor) -> ImageFingerprints | None:
     """Fingerprints of a model's training images; None if they are unknown.
 
-    Those of a built-in dataset are computed if its files are on this machine.
+    Those of a built-in dataset are computed if its files are on this machine. Raises FingerprintFormatError if the
+    stored ones cannot be compared.
     """
     if predictor.path is None or is_checkpoint(predictor.path):
         return None
+    name, format_error = predictor.model_config.trained_on, None
     if (file := find_model_dir(predictor.path) / TRAINING_IMAGES_FILE).is_file():
-        return load_fingerprints(file)
-    name = predictor.model_config.trained_on
-    if name not in BUILTIN_DATASETS or local_files(name) is None:
-        return None
-    return fingerprint_training_images(load_dataset_for(name, predictor, run_recipe(predictor)))
+        try:
+            return load_fingerprints(file)
+        except FingerprintFormatError as error:
+            format_error = error
+    if name in BUILTIN_DATASETS and local_files(name) is not None:
+        return fingerprint_training_images(load_dataset_for(name, predictor, run_recipe(predictor)))
+    if format_error is not None:
+        raise format_error
+    return None
 
 
 def find_leaks(target: EvalTarget, correct_N: Tensor | None = None) -> LeakReport | None:
@@ -98,7 +106,10 @@ def find_leaks(target: EvalTarget, correct_N: Tensor | None = None) -> LeakRepor
     is_own_data = target.dataset.name == target.predictor.model_config.trained_on
     if is_own_data and target.dataset.name in BUILTIN_DATASETS and target.split_name != "train":
         return None  # an official split, or one that was held out
-    reference = load_training_images(target.predictor)
+    try:
+        reference = load_training_images(target.predictor)
+    except FingerprintFormatError as error:
+        return unchecked_report(target.split, error)
     images = fingerprint_target(target) if reference is not None else None
     if reference is None or images is None:
         return None
@@ -115,6 +126,13 @@ def fingerprint_target(target: EvalTarget) -> ImageFingerprints | None:
     parts = [fingerprint_split(part) for part in target.source_splits]
     known = [part for part in parts if part is not None]
     return concatenate(known) if len(known) == len(parts) else None
+
+
+def unchecked_report(split: Split, error: FingerprintFormatError) -> LeakReport:
+    reason = (
+        f"these images were not compared with the training images: {error.what}; {error.hint.lower()} to check them"
+    )
+    return LeakReport(num_images=len(split), exact=0, near=0, near_checked=False, unchecked=reason)
 
 
 def leak_report(matches: CopyMatches, split: Split, correct_N: Tensor | None = None) -> LeakReport:
@@ -161,12 +179,19 @@ def probe_leak(predictor: Predictor, dataset: Dataset, evaluated: Split) -> Leak
     """Evaluated images that are training images of the probe or of the model. None for official splits."""
     if dataset.name in BUILTIN_DATASETS:
         return None
-    known = [load_training_images(predictor)]
+    known, unchecked = [], None
+    try:
+        known.append(load_training_images(predictor))
+    except FingerprintFormatError as error:
+        unchecked = unchecked_report(evaluated, error)
     if ("validation" if evaluated is dataset.validation else "test") not in dataset.held_out:
         known.append(fingerprint_split(dataset.train))
     references = [fingerprints for fingerprints in known if fingerprints is not None]
     images = fingerprint_split(evaluated) if references else None
-    return None if images is None else leak_report(find_copies(images, concatenate(references)), evaluated)
+    if images is None:
+        return unchecked
+    leak = leak_report(find_copies(images, concatenate(references)), evaluated)
+    return leak if unchecked is None else replace(leak, unchecked=unchecked.unchecked)
 
 
 def save_training_images(model_dir: Path, fingerprints: ImageFingerprints | None) -> None:
@@ -175,9 +200,9 @@ def save_training_images(model_dir: Path, fingerprints: ImageFingerprints | None
 
 
 def evaluation_warning(leak: LeakReport | None) -> str | None:
-    """The first line of a result on images that were used for training; None if there are none."""
+    """The first line of a result on images that were, or may have been, used for training; None if there are none."""
     if leak is None or not leak.count:
-        return None
+        return None if leak is None else leak.unchecked
     used = f"{_all_or_count(leak)} {'was' if leak.num_images == 1 else 'were'} used for training{_kind_text(leak)}"
     return f"{used}, so this is not a test result"
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vitral.data.files.fingerprints import concatenate, load_fingerprints
+from vitral.data.files.fingerprints import FingerprintFormatError, concatenate, load_fingerprints
 from vitral.errors import VitralError
 from vitral.evaluation.calibration import fit_calibration
 from vitral.evaluation.cross_validation import FoldModel, FoldPredictions, pool_predictions
@@ -146,7 +147,8 @@ def write_ensemble(out: Path, folders: Sequence[Path], epoch: int) -> None:
     save_model(out / "model", *make_ensemble(folders, epoch))
     files = [Run(folder).model_dir / TRAINING_IMAGES_FILE for folder in folders]
     if all(file.is_file() for file in files):
-        concatenate([load_fingerprints(file) for file in files]).save(out / "model" / TRAINING_IMAGES_FILE)
+        with suppress(FingerprintFormatError):  # some folds were trained by an older version
+            concatenate([load_fingerprints(file) for file in files]).save(out / "model" / TRAINING_IMAGES_FILE)
 
 
 def write_refit(out: Path, refit: Run, folds: Sequence[FoldPredictions]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from vitral.data.decode import decode_image
 from vitral.data.files import fingerprints as module
 from vitral.data.files.duplicates import CopyMatches, find_copies
 from vitral.data.files.fingerprints import (
+    FingerprintFormatError,
     ImageFingerprints,
     concatenate,
     fingerprint_files,
@@ -134,7 +136,7 @@ def test_saved_fingerprints_are_read_back(photos: list[Path], tmp_path: Path) ->
 def damaged_files() -> dict[str, bytes]:
     def npz(**arrays: object) -> bytes:
         content = io.BytesIO()
-        np.savez(content, format=module.FORMAT, **arrays)  # type: ignore[arg-type]
+        np.savez(content, **{"format": module.FORMAT} | arrays)  # type: ignore[arg-type]
         return content.getvalue()
 
     hashes = np.zeros(3, dtype=np.uint64)
@@ -142,6 +144,8 @@ def damaged_files() -> dict[str, bytes]:
         "empty": b"",
         "text": b"not a zip file",
         "truncated": npz(file_hashes=hashes, pixel_hashes=hashes)[:-40],
+        "format is text": npz(format="three", file_hashes=hashes, pixel_hashes=hashes),
+        "several formats": npz(format=[3, 3], file_hashes=hashes, pixel_hashes=hashes),
         "missing array": npz(file_hashes=hashes),
         "pickled": npz(file_hashes=hashes, pixel_hashes=np.array([{}, 1, 2], dtype=object)),
         "lengths differ": npz(file_hashes=hashes, pixel_hashes=hashes[:2]),
@@ -160,11 +164,18 @@ def test_damaged_file_is_refused_with_its_name(kind: str, tmp_path: Path) -> Non
 def test_fingerprints_of_another_format_are_refused_not_compared(photos: list[Path], tmp_path: Path) -> None:
     stored = fingerprints(*photos)
     arrays = {"file_hashes": stored.file_hashes, "pixel_hashes": stored.pixel_hashes, "thumbnails": stored.thumbnails}
-    for name, format_number in (("unnumbered", {}), ("newer", {"format": np.array(module.FORMAT + 1)})):
+    formats: dict[str, tuple[dict[str, Any], str]] = {
+        "older": ({"format": np.array(module.FORMAT - 1)}, "Train again with this version"),
+        "unnumbered": ({}, "Train again with this version"),
+        "newer": ({"format": np.array(module.FORMAT + 1)}, "Update to that version"),
+    }
+    for name, (format_number, hint) in formats.items():
         np.savez(tmp_path / f"{name}.npz", **arrays, **format_number)  # type: ignore[arg-type]
-        with pytest.raises(VitralError, match=rf"{name}\.npz was written by another version") as error:
+        with pytest.raises(
+            FingerprintFormatError, match=rf"{name}\.npz was written by an? (older|newer) version"
+        ) as error:
             load_fingerprints(tmp_path / f"{name}.npz")
-        assert "Train again" in (error.value.hint or "")
+        assert error.value.hint == hint
 
 
 def test_copies_of_large_jpegs_are_found_at_any_decoded_size(tmp_path: Path) -> None:

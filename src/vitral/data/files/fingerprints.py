@@ -44,6 +44,10 @@ MAX_FILE_BYTES = 2**30  # of decompressed arrays; larger files are refused
 ReportProgress = Callable[[int, int], None]
 
 
+class FingerprintFormatError(VitralError):
+    """Stored fingerprints were written by a version of vitral that computes them in another way."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageFingerprints:
     """Fingerprints of N images. A hash of 0 and a black thumbnail match nothing."""
@@ -72,13 +76,14 @@ class ImageFingerprints:
 
 
 def load_fingerprints(path: Path) -> ImageFingerprints:
-    """Read fingerprints from an .npz file. Raises VitralError if it is damaged or of another format."""
+    """Read fingerprints from an .npz file. Raises VitralError if it is damaged, FingerprintFormatError if outdated."""
     try:
         arrays = _read_arrays(path)
-        if arrays.get("format") != FORMAT:
-            raise VitralError(
-                f"{path} was written by another version of vitral, whose fingerprints cannot be compared",
-                "Train again with this version, or delete the file to evaluate without looking for training images",
+        if (number := int(arrays.get("format", 0))) != FORMAT:
+            age, remedy = ("an older", "Train again with this") if number < FORMAT else ("a newer", "Update to that")
+            raise FingerprintFormatError(
+                f"{path} was written by {age} version of vitral, whose fingerprints cannot be compared",
+                f"{remedy} version",
             )
         thumbnails = arrays.get("thumbnails")
         fingerprints = ImageFingerprints(
@@ -92,7 +97,7 @@ def load_fingerprints(path: Path) -> ImageFingerprints:
             thumbnails.shape != (count, STORED_SIZE, STORED_SIZE) or thumbnails.dtype != np.uint8
         ):
             raise ValueError("unexpected shape or type")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise VitralError(
             f"{path} is damaged: {error}", "Copy it again, or delete it to evaluate without looking for training images"
         ) from error
