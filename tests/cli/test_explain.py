@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from support.vit_kinds import KINDS, random_model
 from vitral.cli.commands.explain import COMMAND
 from vitral.cli.main import load_command
+from vitral.data import decode
 from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError
 from vitral.inference.predictor import Predictor
@@ -140,3 +142,23 @@ def test_faithfulness_command(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert (folder / "explained" / "faithfulness.png").is_file()
     assert COMMAND([*words, "--json"]) == 0
     assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["rollout", "gradcam", "random"]
+
+
+def test_faithfulness_decodes_only_what_it_uses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ant", "bee"):
+        for index in range(40):
+            (folder / "photos" / name).mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((24, 16), 20 + index).convert("RGB").save(folder / "photos" / name / f"{index:02}.png")
+    decoded: list[str] = []
+
+    def decode_image(source: object, **options: Any) -> Image.Image:
+        decoded.append(str(source))
+        return original(source, **options)
+
+    original = decode.decode_image
+    monkeypatch.setattr(decode, "decode_image", decode_image)
+    assert COMMAND(["model", "--faithfulness", "photos", "--images", "2", "--method", "gradcam"]) == 0
+    assert "2 of 80 images of photos" in capsys.readouterr().err
+    assert len(decoded) == len(set(decoded)) == 2 + 2 * 8  # images, and pairs to choose from

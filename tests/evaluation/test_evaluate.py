@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from vitral.data.datasets import Split
 from vitral.errors import VitralError
 from vitral.evaluation.by_task import calibrate_model
 from vitral.evaluation.compare import compare_models
-from vitral.evaluation.data import FileImages, load_eval_target, load_split
+from vitral.evaluation.data import FileImages, load_dataset_for, load_eval_target, load_split
 from vitral.evaluation.evaluate import evaluate
 from vitral.inference.predictor import Predictor
+from vitral.recipes.schema import read_recipe
 
 TINY_MODEL: dict[str, Any] = {"model.depth": 1, "model.width": 32}
 TINY_PHOTO_MODEL: dict[str, Any] = {
@@ -226,6 +228,30 @@ def test_files_are_decoded_only_when_they_are_needed(photo_run: Path) -> None:
     subset = load_split(train, target.predictor, indices=torch.tensor([3, 0]))
     assert torch.equal(subset.images[:], train.images[torch.tensor([3, 0])])
     assert torch.equal(subset.labels, train.labels[[3, 0]])
+
+
+def test_a_sample_of_files_is_refused_only_if_the_whole_folder_would_be(photo_run: Path, tmp_path: Path) -> None:
+    predictor = Predictor.load(photo_run, device="cpu")
+    photos = save_class_folders(tmp_path / "photos", ["ants", "bees"], 100)
+    (photos / "ants" / "00.jpg").write_bytes(b"not an image")
+    dataset = load_dataset_for(str(photos), predictor, None, hold_out=False)
+    sample = load_split(dataset.train, predictor, indices=torch.arange(20))
+    assert len(sample) == 19
+    for index in range(1, 3):
+        (photos / "ants" / f"{index:02}.jpg").write_bytes(b"not an image")
+    with pytest.raises(VitralError, match="3 of 200 images are unreadable"):
+        load_split(dataset.train, predictor, indices=torch.arange(20))
+
+
+def test_two_models_are_compared_on_the_same_images_of_another_folder(photo_run: Path, tmp_path: Path) -> None:
+    """Even if they were trained with other fractions of validation images."""
+    other = tmp_path / "other"
+    shutil.copytree(photo_run, other)
+    recipe = read_recipe(other / "recipe.toml")
+    (other / "recipe.toml").write_text(replace(recipe, data=replace(recipe.data, validation=0.5)).to_toml())
+    photos = save_class_folders(tmp_path / "photos", ["ants", "bees"], 6)
+    files = [load_eval_target(model, str(photos)).split.locations for model in (photo_run, other)]
+    assert files[0] == files[1]
 
 
 def test_only_models_in_the_native_format_can_be_calibrated(run: Path) -> None:

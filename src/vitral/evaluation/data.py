@@ -103,7 +103,7 @@ class EvalTarget:
     dataset: Dataset
     split_name: str
     split: Split  # its locations are those of the readable files
-    source_splits: tuple[Split, ...] = ()  # the images before resizing, in the same order
+    source_splits: tuple[Split, ...] = ()  # all images before resizing, in the same order
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
 
     @property
@@ -149,12 +149,14 @@ def load_eval_target(
     *,
     engine: EngineName = "auto",
     dataset: Dataset | None = None,
+    max_files: int | None = None,
 ) -> EvalTarget:
     """Load a model and a split of its training dataset, or of another dataset or folder with the same classes.
 
     `split` defaults to the test images, or the validation images if there are none. If another folder has no such
     split, all of its images are used. `dataset` is the training dataset, if it is already loaded; images of files are
-    decoded again, because training may decode them at a reduced size.
+    decoded again, because training may decode them at a reduced size. With `max_files`, about this many files are
+    decoded, chosen at random, instead of all.
     """
     predictor = model if isinstance(model, Predictor) else Predictor.load(model, engine=engine)
     predictor.require_head()
@@ -163,16 +165,20 @@ def load_eval_target(
         if not data and dataset is None:
             check_training_data_exists(predictor)
         name = data or (dataset.name if dataset is not None else training_dataset_name(predictor))
-        dataset = load_dataset_for(name, predictor, recipe)
+        is_own_data = name.rstrip("/") == predictor.model_config.trained_on.rstrip("/")
+        dataset = load_dataset_for(name, predictor, recipe, hold_out=is_own_data or split not in (None, "test"))
     check_classes(dataset, predictor)
     if split is None:
         split = "test" if data or len(dataset.test) else "validation"
     labelled: Split = getattr(dataset, split)
     if not len(labelled) and not data:
         raise VitralError(f"{dataset.name} has no {split} images", "Omit --split, or name another folder with --data")
-    parts = (labelled,) if len(labelled) else (dataset.train, dataset.validation)
+    parts = [part for part in ((labelled,) if len(labelled) else (dataset.train, dataset.validation)) if len(part)]
     notes = list(dataset.notes)
-    loaded = [load_split(part, predictor, classes=dataset.classes, notes=notes) for part in parts if len(part)]
+    loaded = [
+        load_split(part, predictor, classes=dataset.classes, indices=indices, notes=notes)
+        for part, indices in zip(parts, sample_files(parts, max_files), strict=True)
+    ]
     images = loaded[0].images if len(loaded) == 1 else concat_images([part.images for part in loaded])
     labels = torch.cat([part.labels for part in loaded])
     files = [part.locations for part in loaded if part.locations is not None]
@@ -183,9 +189,21 @@ def load_eval_target(
         dataset=dataset,
         split_name=split,
         split=Split(images=images, labels=labels, is_model_input=True, locations=locations),
-        source_splits=tuple(part for part in parts if len(part)),
+        source_splits=tuple(parts),
         notes=tuple(notes),
     )
+
+
+def sample_files(parts: Sequence[Split], max_files: int | None) -> list[Tensor | None]:
+    """Random indices of the same fraction of each part, at most `max_files` or one more per part; None for all."""
+    fraction = math.inf if max_files is None else max_files / max(sum(map(len, parts)), 1)
+    rng = torch.Generator().manual_seed(0)
+    return [
+        torch.randperm(len(part), generator=rng)[: math.ceil(fraction * len(part))].sort().values
+        if fraction < 1 and isinstance(part.images, FileImages)
+        else None
+        for part in parts
+    ]
 
 
 def load_split(
@@ -206,7 +224,9 @@ def load_split(
         labels = to_model_labels(labels, classes, predictor.classes)
     if isinstance(split.images, FileImages):
         images, errors = split.images.decode(torch.arange(len(split)) if indices is None else indices)
-        check_unreadable_fraction(errors.values(), len(images), split.images.max_unreadable)
+        # Too many in a sample are too many if all other files can be read.
+        count = len(images) if len(errors) == len(images) else len(split)
+        check_unreadable_fraction(errors.values(), count, split.images.max_unreadable)
         if errors:
             readable = torch.tensor([position not in errors for position in range(len(images))])
             images, labels = images[readable], labels[readable]
@@ -239,8 +259,11 @@ def check_classes(dataset: Dataset, predictor: Predictor) -> None:
     )
 
 
-def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> Dataset:
-    """A built-in dataset, or the user's files, with the same validation split as in the training run."""
+def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None, *, hold_out: bool = True) -> Dataset:
+    """A built-in dataset, or the user's files, with the same validation split as in the training run.
+
+    Without `hold_out`, files without a validation split get none, and are not searched for near-duplicates.
+    """
     preprocessing, label_options = predictor.model_config.preprocessing, model_label_options(predictor, recipe)
     if not is_file_dataset(name):
         check_single_label(name, label_options)
@@ -251,12 +274,12 @@ def load_dataset_for(name: str, predictor: Predictor, recipe: Recipe | None) -> 
     if name.startswith(SEQUENCE_PREFIX) or is_packed(Path(name)):
         return load_file_dataset(name, preprocessing)
     if recipe is None:
-        listing = list_images(name, DEFAULT_FILE_VALIDATION, label_options=label_options)
+        listing = list_images(name, DEFAULT_FILE_VALIDATION if hold_out else 0.0, label_options=label_options)
         return dataset_from_listing(listing, predictor, MAX_UNREADABLE)
     is_own_data = name.rstrip("/") == recipe.data.name.rstrip("/")  # a folder may be written with a slash
     listing = list_images(
         name,
-        recipe.data.validation,
+        recipe.data.validation if hold_out else 0.0,
         test_split=recipe.data.test_split if is_own_data else 0.0,
         exclude=recipe.data.exclude if is_own_data else (),
         label_options=label_options,

@@ -46,6 +46,7 @@ MAX_PATCHES_FOR_SLOW = 64  # methods with one forward pass per patch are not tes
 NUM_RESAMPLES = 2000
 RANDOM = "random"  # name of the baseline
 NUM_RANDOM_MAPS = 4  # random heatmaps per image
+PAIRS_TO_TRY = 4  # per pair that is counted
 MIN_IMAGES = 10  # for a recommendation; the bootstrap interval of fewer images or pairs is too narrow
 Test = Literal["deletion", "insertion", "pointing"]
 
@@ -90,6 +91,11 @@ class FaithfulnessResult:
         if row.pointing is not None:
             scores.append(f"pointing {row.pointing.value:.0%}")
         return f"Recommended for this model: {self.best} ({', '.join(scores)}), better than random in every test"
+
+
+def max_images(num_images: int, num_pairs: int) -> int:
+    """How many different images the tests use at most."""
+    return num_images + 2 * PAIRS_TO_TRY * num_pairs
 
 
 def measure_faithfulness(
@@ -280,7 +286,7 @@ def recognised_pairs(
     predictor: Predictor, pair_model: Model, split: Split, count: int, rng: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Up to `count` pairs (B, C, H, 2W) with classes (B, 2) whose halves are each recognised with the other covered."""
-    left, right = pairs_of_different_classes(split.labels, 4 * count, rng)
+    left, right = pairs_of_different_classes(split.labels, PAIRS_TO_TRY * count, rng)
     images = normalise_images(predictor, torch.cat([split.images[left], split.images[right]], dim=3))
     classes = torch.stack([split.labels[left], split.labels[right]], dim=1).to(images.device)
     in_right_half = torch.arange(images.shape[3], device=images.device) >= images.shape[3] // 2

@@ -11,7 +11,7 @@ from vitral import bundled
 from vitral.data.names import is_file_dataset
 from vitral.errors import VitralError
 from vitral.evaluation.data import load_eval_target
-from vitral.explain.faithfulness import measure_faithfulness
+from vitral.explain.faithfulness import max_images, measure_faithfulness
 from vitral.explorer.history import earlier_epochs
 from vitral.explorer.manifest import example_entries, faithfulness_entry
 from vitral.explorer.supported import check_supported
@@ -69,7 +69,7 @@ def ranking(predictor: Predictor, options: ExplorerOptions, log: LogFn = no_log)
 
 def measure_ranking(predictor: Predictor, data: str, num_images: int) -> dict[str, Any]:
     """Rank the methods that run in the browser by the tests of `vitral explain --faithfulness`."""
-    target = load_eval_target(predictor, data)
+    target = load_eval_target(predictor, data, max_files=max_images(num_images, num_images))
     result = measure_faithfulness(
         target.predictor, target.split, BROWSER_METHODS, num_images=num_images, num_pairs=num_images
     )

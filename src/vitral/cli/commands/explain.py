@@ -165,11 +165,12 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     print_notes(predictor.notes)
     require_task(predictor, "explain --faithfulness", "classification")
     announce_downloads(data)
-    target = load_eval_target(predictor, data, args.split)
+    target = load_eval_target(predictor, data, args.split, max_files=faithfulness.max_images(args.images, args.images))
     if not args.method:
         methods = faithfulness.applicable_methods(target.predictor.model)
-    available = len(target.split.labels)
-    print_notes([f"{min(args.images, available):,} of {available:,} {target.noun} of {target.dataset.name}"])
+    available = sum(map(len, target.source_splits))
+    sample = f"{min(args.images, len(target.split)):,} of {available:,} {target.noun} of {target.dataset.name}"
+    print_notes([*target.notes, sample])
     with status_line() as log:
         result = faithfulness.measure_faithfulness(
             target.predictor,
