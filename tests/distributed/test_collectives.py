@@ -21,3 +21,9 @@ def test_gathered_tensors_and_averaged_gradients_are_complete() -> None:
 def test_gathered_weights_of_the_fused_encoder_are_those_of_an_unsharded_one() -> None:
     pytest.importorskip("triton")
     run_ranks(SUPPORT / "sharded_weights_checks.py", world_size=3)
+
+
+@pytest.mark.slow
+def test_ranks_agree_if_a_kernel_or_the_capture_of_a_collective_fails_on_one_of_them() -> None:
+    pytest.importorskip("triton")
+    run_ranks(SUPPORT / "agreement_checks.py")

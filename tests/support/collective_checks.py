@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     world = world_from_env()
     init_distributed(world, CPU)
-    assert collective_capture_failure(CPU, world.size) == "gloo collectives cannot be captured"
+    assert collective_capture_failure(CPU, world) == "gloo collectives cannot be captured"
     reasons = [None, "the kernel failed", "not this one"]
     assert world.first_reason(reasons[world.rank]) == "the kernel failed"
     check_gathers(world)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vitral.distributed.world import communication_backend
+from vitral.distributed.world import World, communication_backend
+from vitral.errors import VitralError
+
+REPLAY_SECONDS = 60.0  # for a small all-reduce; a longer one waits for a rank that does not take part
 
 
 @contextmanager
@@ -103,25 +108,68 @@ def capture_error_mode() -> str:
     return "thread_local" if dist.is_initialized() else "global"
 
 
-def collective_capture_failure(device: torch.device, world_size: int) -> str | None:
-    """Why a CUDA graph with a collective in it does not work here, or None. All ranks must call this."""
+def collective_capture_failure(device: torch.device, world: World) -> str | None:
+    """Why a CUDA graph with a collective in it does not work on some rank, or None. All ranks must call this."""
     if (backend := communication_backend(device)) != "nccl":
         return f"{backend} collectives cannot be captured"
+    dist.all_reduce(torch.ones(64, device=device))  # creates the communicator, which must not be captured
+    torch.cuda.synchronize(device)
+    return check_collective_capture(world, partial(_capture_all_reduce, device, world.size))
+
+
+def check_collective_capture(world: World, capture: Callable[[], Callable[[], bool]]) -> str | None:
+    """The first rank's reason against capturing collectives, or None. All ranks must call this.
+
+    `capture` captures a collective and returns a function that replays it and returns whether its result is correct.
+    It is replayed only if all ranks have captured it: a rank would wait for the others without an end. If a replay
+    fails on any rank, all raise VitralError, because the collective may block the devices of the others.
+    """
+    replay, failure, is_correct = None, None, False
     try:
-        ones = torch.ones(64, device=device)
-        dist.all_reduce(ones.clone())  # creates the communicator, which must not be captured
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with no_garbage_collection(), torch.cuda.graph(graph, capture_error_mode=capture_error_mode()):
-            total = ones.clone()
-            work = dist.all_reduce(total, async_op=True)
-            work.wait()
+        replay = capture()
+    except RuntimeError as error:
+        failure = f"capturing a collective failed: {_first_line(error)}"
+    if (reason := world.first_reason(failure)) is not None or replay is None:
+        return reason
+    try:
+        is_correct = replay()
+    except (RuntimeError, TimeoutError) as error:
+        failure = f"replaying a captured collective failed on rank {world.rank}: {_first_line(error)}"
+    if (reason := world.first_reason(failure)) is not None:
+        raise VitralError(reason, "Train without CUDA graphs: --compile no")
+    return world.first_reason(None if is_correct else "a captured collective returned a wrong result")
+
+
+def _capture_all_reduce(device: torch.device, world_size: int) -> Callable[[], bool]:
+    ones = torch.ones(64, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with no_garbage_collection(), torch.cuda.graph(graph, capture_error_mode=capture_error_mode()):
+        total = ones.clone()
+        work = dist.all_reduce(total, async_op=True)
+        work.wait()
+
+    def replay() -> bool:
         ones.fill_(2)
         graph.replay()
-        is_correct = bool((total == 2 * world_size).all())
-    except RuntimeError as error:
-        return f"capturing a collective failed: {str(error).splitlines()[0]}"
-    return None if is_correct else "a captured collective returned a wrong result"
+        finished = torch.cuda.Event()
+        finished.record()
+        wait_until(finished.query, REPLAY_SECONDS)
+        return bool((total == 2 * world_size).all())
+
+    return replay
+
+
+def wait_until(is_finished: Callable[[], bool], seconds: float) -> None:
+    """Poll until `is_finished`. Raises TimeoutError after this time; NCCL has no time limit for captured work."""
+    deadline = time.monotonic() + seconds
+    while not is_finished():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not finished after {seconds:g} s")
+        time.sleep(0.001)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class GraphPool:

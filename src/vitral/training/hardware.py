@@ -87,7 +87,7 @@ def check_cuda_graphs(hardware: Hardware, parallel: ParallelPlan, log: LogFn = n
         return hardware
     if parallel.mode == "fsdp":
         return hardware.without_cuda_graphs("FSDP gathers parameters while it computes")
-    reason = hardware.world.first_reason(collective_capture_failure(hardware.device, hardware.world.size))
+    reason = collective_capture_failure(hardware.device, hardware.world)
     if reason is None:
         return hardware
     log(f"no CUDA graphs: {reason}")
