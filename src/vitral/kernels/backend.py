@@ -1,7 +1,8 @@
 """The training backend with fused Triton kernels.
 
 Every override is compared with the reference on this device before its first use. An override that fails or differs by
-more than its tolerance is replaced by the reference, and the reason is logged once.
+more than its tolerance is replaced by the reference, and the reason is logged once. If that happens on one rank, all
+ranks use the reference.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class TritonBackend:
                 reason = self_check_failure(
                     partial(augment_checks.color_ops_error, preprocessing, device), augment_checks.COLOR_OPS_TOLERANCE
                 )
-            if reason is not None:
+            if (reason := self.hardware.world.first_reason(reason)) is not None:
                 self.log(f"colour augmentation in PyTorch: {reason}")
                 return reference
             # The next comparison needs the same colour operations on both sides: a later operation can amplify a
@@ -182,7 +183,7 @@ class TritonBackend:
             partial(augment_checks.augment_error, fused, reference, num_classes, preprocessing, device),
             augment_checks.AUGMENT_TOLERANCE,
         )
-        if reason is not None:
+        if (reason := self.hardware.world.first_reason(reason)) is not None:
             self.log(f"augmentation in PyTorch: {reason}")
             return reference
         self.overrides.add("augment")
@@ -196,7 +197,7 @@ class TritonBackend:
             return reference
         fused = partial(fused_cross_entropy, label_smoothing=label_smoothing, logit_offsets_K=logit_offsets_K)
         compare = partial(cross_entropy_op.loss_error, fused, reference, batch_size, num_classes, self.hardware.device)
-        if (reason := self_check_failure(compare, LOSS_TOLERANCE)) is not None:
+        if (reason := self.hardware.world.first_reason(self_check_failure(compare, LOSS_TOLERANCE))) is not None:
             self.log(f"loss in PyTorch: {reason}")
             return reference
         self.overrides.add("loss")

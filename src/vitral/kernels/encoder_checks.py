@@ -76,7 +76,8 @@ def use_fp8_wgrad(model: ViT, hardware: Hardware, batch_size: int, log: LogFn) -
         return False
     dry_run = partial(run_dry, model, hardware, True, batch_size, fp8_wgrad=True)
     error = partial(fp8_wgrad_error, model, hardware, batch_size)
-    if reason := run_self_check(model, hardware, dry_run, error, FP8_WGRAD_TOLERANCE):
+    reason = run_self_check(model, hardware, dry_run, error, FP8_WGRAD_TOLERANCE)
+    if reason := hardware.world.first_reason(reason):
         log(f"weight-gradient GEMMs in bf16: {reason}")
     return not reason
 
@@ -114,7 +115,8 @@ def fused_block_min_tokens(
         error = partial(encoder_error, model, hardware, training, batch_size, fused_block_min_tokens=0)
         tolerance, minimum = ENCODER_TOLERANCE[False], block_op.MIN_BLOCK_TOKENS
     dry_run = partial(run_dry, model, hardware, training, batch_size, fused_block_min_tokens=0)
-    if reason := run_self_check(model, hardware, dry_run, error, tolerance):
+    reason = run_self_check(model, hardware, dry_run, error, tolerance)
+    if reason := hardware.world.first_reason(reason) if training else reason:
         log(f"blocks without their fused kernel: {reason}")
         return None
     return minimum

@@ -40,12 +40,12 @@ class OptimizerKernels:
     """
 
     def __init__(self, hardware: Hardware, *, overlap_muon: bool, overrides: set[str], log: LogFn = no_log) -> None:
-        self.device, self.log, self.overrides = hardware.device, log, overrides
+        self.device, self.world, self.log, self.overrides = hardware.device, hardware.world, log, overrides
         self.overlap_muon = overlap_muon and hardware.cuda_graphs
         self.is_prepared = False
 
     def prepare(self, optimizers: Sequence[Any]) -> None:
-        """Call this after the first backward pass: the kernels are compiled for the gradients."""
+        """Call this on all ranks after the first backward pass: the kernels are compiled for the gradients."""
         if self.is_prepared:
             return
         self.is_prepared = True
@@ -67,7 +67,7 @@ class OptimizerKernels:
             return max_relative_error([fused], [reference])
 
         precompile(dry_run)
-        if (reason := self_check_failure(error, tolerance)) is not None:
+        if (reason := self.world.first_reason(self_check_failure(error, tolerance))) is not None:
             self.log(f"{optimizer.kernel_name} in PyTorch: {reason}")
         else:
             self.overrides.add(optimizer.kernel_name)

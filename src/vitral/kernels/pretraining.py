@@ -40,7 +40,7 @@ def fuse_encoders(method: PretrainMethod, hardware: Hardware, batch_size: int, l
         log("encoder in PyTorch instead of fused kernels: masked autoencoding drops different patches of each image")
         return False
     vit, num_images = method.student.vit, batch_size * method.views.global_views
-    reason = unsupported_reason(vit, hardware, batch_size=num_images)
+    reason = hardware.world.first_reason(unsupported_reason(vit, hardware, batch_size=num_images))
     if reason is None:
         stem = make_fused_stem(vit, hardware, log)
         cls_only = pools_class_token(vit) and not method.needs_patches
@@ -50,7 +50,8 @@ def fuse_encoders(method: PretrainMethod, hardware: Hardware, batch_size: int, l
         if method.views.local_views:
             with preserved_state(method, hardware):
                 method.eval()
-                reason = self_check_failure(partial(local_view_error, method, hardware), ENCODER_TOLERANCE[False])
+                error = partial(local_view_error, method, hardware)
+                reason = hardware.world.first_reason(self_check_failure(error, ENCODER_TOLERANCE[False]))
     if reason is not None:
         for branch in filter(None, (method.student, method.teacher)):
             branch.encode_fn = None

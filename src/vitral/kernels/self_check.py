@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 def self_check_failure(compare: Callable[[], float], tolerance: float) -> str | None:
-    """Why a kernel must not be used here, or None. `compare` runs it and returns its error."""
+    """Why a kernel must not be used here, or None. `compare` runs it and returns its error.
+
+    For training, pass the result to `World.first_reason`, so that all ranks use the same implementation.
+    """
     try:
         error = compare()
     except Exception as exception:  # of any kind: from the compiler, the driver or the kernel's own checks

@@ -166,7 +166,7 @@ def make_fused_stem(model: ViT, hardware: Hardware, log: LogFn = no_log) -> Fuse
         return None
     rng_state = hardware.rng_state()
     error = partial(stem_error, stem, model.config.channels, model.config.image_size)
-    reason = self_check_failure(error, STEM_TOLERANCE)
+    reason = hardware.world.first_reason(self_check_failure(error, STEM_TOLERANCE))
     hardware.set_rng_state(rng_state)
     if reason:
         log(f"convolutional stem without fused kernels: {reason}")

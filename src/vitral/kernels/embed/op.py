@@ -93,7 +93,7 @@ def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> Embed
     precompile(dry_run)
     was_training = model.dropout.training
     model.dropout.eval()
-    reason = check_embedding(hardware, error)
+    reason = hardware.world.first_reason(check_embedding(hardware, error))
     model.dropout.train(was_training)
     if reason:
         log(f"patch embedding without fused kernel: {reason}")
