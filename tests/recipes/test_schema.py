@@ -244,6 +244,27 @@ def test_an_invalid_value_is_refused_and_named(path: str, value: Any, recipe: Re
     assert path.rpartition(".")[2].replace("_", " ") in override_error({path: value}, recipe).replace("_", " ")
 
 
+def test_an_invalid_value_has_a_hint_with_valid_ones(tmp_path: Path) -> None:
+    recipe = get_recipe("mnist")
+    hints = {
+        "batch_size": (0, "The recipe mnist has batch_size 128"),
+        "optim.lr": (-1.0, "The recipe mnist has optim.lr 0.005"),
+        "grad_accum": (1000, "The recipe mnist has grad_accum 1"),
+        "model.image_size": ((225, 225), "Change this value, or omit it"),  # the message suggests two
+    }
+    for path, (value, hint) in hints.items():
+        with pytest.raises(VitralError) as error:
+            recipe.with_overrides({path: value, "epochs": 3})
+        assert error.value.hint == hint
+    file = tmp_path / "recipe.toml"
+    file.write_text(
+        recipe.to_toml().replace("batch_size = 128", "batch_size = 5\ngrad_accum = 6").replace("grad_accum = 1\n", "")
+    )
+    with pytest.raises(VitralError, match="grad_accum must be at most batch_size, 5, got 6") as error:
+        read_recipe(file)
+    assert error.value.hint == "Default: batch_size 128, grad_accum 1"
+
+
 def test_class_balance_is_not_applied_twice(recipe: Recipe) -> None:
     assert "must not both be balanced" in override_error({"sampling": "balanced", "class_weights": "balanced"}, recipe)
     for name in ("sampling", "class_weights"):

@@ -45,7 +45,7 @@ from vitral.recipes.options import (
     tune_from_freeze,
 )
 from vitral.ssl.config import PretrainConfig
-from vitral.utils.serialization import from_dict, to_dict
+from vitral.utils.serialization import InvalidValueError, from_dict, named_values, to_dict
 
 FREEZE_REPLACED = (
     "freeze was replaced by tune",
@@ -332,10 +332,23 @@ class Recipe:
                         "`vitral recipes show NAME` prints all fields",
                     )
             inner[name] = to_dict(value)
-        recipe = recipe_from_dict(values)
+        try:
+            recipe = recipe_from_dict(values)
+        except InvalidValueError as error:
+            previous = {path: _field_value(self, path) for path in overrides}
+            hint = named_values(error.what, previous)
+            raise VitralError(error.what, f"The recipe {self.name} has {hint}" if hint else error.hint) from error
         if recipe.tune != "lora" and (unused := next((path for path in overrides if path.startswith("lora.")), None)):
             raise VitralError(f"{unused} has no effect with tune {recipe.tune!r}", "Use it with: --tune lora")
         return recipe
+
+
+def _field_value(recipe: Recipe, path: str) -> Any:
+    """The value of a field by its dotted name; None if it does not exist."""
+    value: Any = recipe
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 def check_pretraining(recipe: Recipe) -> None:

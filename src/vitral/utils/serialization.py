@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -11,6 +12,10 @@ from typing import Any, Literal, TypeVar
 from vitral.errors import VitralError, did_you_mean, short_repr
 
 T = TypeVar("T")
+
+
+class InvalidValueError(VitralError):
+    """A field has the right type, but a value that its dataclass refuses."""
 
 
 def to_dict(value: Any) -> Any:
@@ -50,7 +55,16 @@ def from_dict(
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise VitralError(str(error), "Correct this value") from error
+        defaults = {prefix + name: f.default for name, f in fields.items()}
+        hint = named_values(str(error), defaults)
+        raise InvalidValueError(str(error), f"Default: {hint}" if hint else "Change this value, or omit it") from error
+
+
+def named_values(message: str, values: Mapping[str, Any]) -> str:
+    """The fields that a message names, with their values: `batch_size 128, grad_accum 1`."""
+    words = set(re.findall(r"[\w.]+", message))
+    simple = {name: value for name, value in values.items() if isinstance(value, int | float | str) and value != ""}
+    return ", ".join(f"{name} {value}" for name, value in simple.items() if name in words)
 
 
 def field_names(cls: Any) -> set[str]:
