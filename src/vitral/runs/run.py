@@ -230,10 +230,9 @@ def read_error_guard(path: Path) -> Iterator[None]:
 
 
 def newest_runs_hint(path: Path) -> str:
-    """A hint that lists the newest run folders in or next to `path`."""
-    for root in (path, path.parent, RUNS):
-        if root.is_dir():
-            runs = sorted((p.parent for p in root.glob("*/recipe.toml")), key=lambda p: p.stat().st_mtime)
-            if runs:
-                return f"Newest runs: {', '.join(str(run) for run in runs[-3:][::-1])}"
-    return "Create one with: vitral train mnist"
+    """A hint that lists the newest run folders in or next to `path` and in the default folder."""
+    folders = {p.parent.resolve(): p.parent for root in (path, path.parent, RUNS) for p in root.glob("*/recipe.toml")}
+    if not folders:
+        return "Create one with: vitral train mnist"
+    runs = sorted(folders.values(), key=lambda folder: folder.stat().st_mtime, reverse=True)
+    return f"Newest runs: {', '.join(map(str, runs[:3]))}"
