@@ -158,7 +158,9 @@ def _finetune_recipe(
     try:
         choice = find_checkpoint(candidates, data, DEFAULT_BUDGET)
         backbone, remark = choice.backbone, ". ".join(choice.lines())
+        source = f"{SCHEME}{backbone.repository}"
     except VitralError as error:
         backbone, remark = candidates[0].backbone, f"{error.what[0].upper()}{error.what[1:]}. {error.hint}"
+        source = "FILE"
     recipe = finetune_recipe(default, backbone, data)
-    return f"fine-tune {backbone.preset}", recipe, [f"--init-from {SCHEME}{backbone.repository}"], remark
+    return f"fine-tune {backbone.preset}", recipe, [f"--init-from {source}"], remark

@@ -217,8 +217,8 @@ def _cached_checkpoint(
         best = candidates[0].backbone
         raise VitralError(
             f"the hub is unreachable and {best.repository}, which suits these images, is not in the cache",
-            f"With a network: hf download {best.repository}. Without: --init-from FILE, or train from scratch by "
-            "omitting --init-from",
+            f"With a network: hf download {best.repository}, then --init-from {SCHEME}{best.repository}. Without: "
+            "--init-from FILE, or train from scratch by omitting --init-from",
         ) from error
     backbone, seconds = cached
     return BackboneChoice(
