@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from vitral import bundled
 from vitral.cli.options import checkpoint_options
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.progress import LogFn, progress_lines
+from vitral.utils.wrapping import wrap_line
 
 if TYPE_CHECKING:
     from vitral.inference.predictor import Predictor
@@ -52,8 +54,9 @@ def print_checkpoint_notes(source: str) -> None:
 
 
 def print_notes(notes: Iterable[str]) -> None:
+    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else sys.maxsize
     for note in notes:
-        print(f"  {note}", file=sys.stderr)
+        print(wrap_line(f"  {note}", width, indent=4), file=sys.stderr)
 
 
 def announce_downloads(*names: str | None) -> None:

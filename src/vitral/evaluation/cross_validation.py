@@ -31,9 +31,8 @@ from vitral.utils.serialization import to_dict
 FoldModel = Literal["refit", "ensemble"]
 PREDICTIONS_FILE = "out_of_fold.npz"
 INTERVAL_NOTE = (
-    "The first interval is Student's t over the folds: it includes the differences between the trained models, but is "
-    "based on few values. The second is Wilson's over all out-of-fold predictions: it includes only the choice of "
-    "images."
+    "Student's t includes the differences between the trained models, but is based on few values. Wilson's interval "
+    "includes only the choice of images."
 )
 
 

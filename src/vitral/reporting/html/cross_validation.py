@@ -61,9 +61,9 @@ def folds_section(result: CrossValidation) -> str:
     ]
     header = ("", "accuracy", "images", "best epoch", "time", "run folder")
     summary = (
-        f"Mean {percent(result.accuracy.value)}, 95% interval {interval(result.accuracy)}. All out-of-fold "
-        f"predictions: {percent(result.pooled.top1)}, 95% interval "
-        f"{interval(result.pooled.headline.accuracy)}. {INTERVAL_NOTE}"
+        f"Mean {percent(result.accuracy.value)}, 95% interval {interval(result.accuracy)} (Student's t over the "
+        f"folds). All out-of-fold predictions: {percent(result.pooled.top1)}, 95% interval "
+        f"{interval(result.pooled.headline.accuracy)} (Wilson). {INTERVAL_NOTE}"
     )
     how = "Each fold is tested by a model that was trained without it; its epoch was selected on other images."
     figures = f"<div>{_fold_chart(result)}</div><div>{table(header, rows)}</div>"

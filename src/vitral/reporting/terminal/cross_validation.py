@@ -13,7 +13,7 @@ from vitral.evaluation.report import EvaluationReport
 from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal.evaluation import as_percent
 from vitral.reporting.terminal.result import class_accuracy_text
-from vitral.reporting.terminal.training import vitral_command
+from vitral.reporting.terminal.training import print_lines, vitral_command
 from vitral.utils.progress import format_duration
 
 
@@ -48,7 +48,7 @@ def print_result(console: Console, result: CrossValidation, folder: Path) -> Non
         f"\nMean of the folds   {value} ({spread})",
         f"All images          {pooled_value} (95% CI {pooled_interval}, Wilson over {result.pooled.images:,} "
         "out-of-fold predictions)",
-        f"                    {INTERVAL_NOTE}",
+        f"{'':<20}{INTERVAL_NOTE}",
     ]
     if result.pooled.is_imbalanced:
         lines += [class_accuracy_text(result.pooled), *(f"                {note}" for note in result.notes)]
@@ -57,11 +57,10 @@ def print_result(console: Console, result: CrossValidation, folder: Path) -> Non
         f"Predictions         {folder / 'out_of_fold.csv'}  (the least probable labels first: look for wrong ones)",
         f"Report              {folder / 'report.html'}",
         f"Model               {model_text(result, folder)}",
-        "\nNext steps",
-        f"  {vitral_command()} predict {model} photo.jpg",
-        f"  {vitral_command()} serve {model}",
     ]
-    console.print("\n".join(lines), soft_wrap=True, markup=False)
+    print_lines(console, lines, indent=20)
+    commands = [f"  {vitral_command()} predict {model} photo.jpg", f"  {vitral_command()} serve {model}"]
+    console.print("\n".join(["\nNext steps", *commands]), soft_wrap=True, markup=False)
 
 
 def test_lines(test: EvaluationReport | None) -> list[str]:

@@ -10,7 +10,7 @@ from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
 from vitral.recipes.schema import Recipe
-from vitral.reporting.terminal.training import model_line, recipe_line, vitral_command
+from vitral.reporting.terminal.training import model_line, print_lines, recipe_line, vitral_command
 from vitral.runs.run import Run
 from vitral.ssl.teacher import Teacher
 from vitral.training.setup import TrainingSetup
@@ -49,8 +49,9 @@ def print_summary(
         lines.append(f"Labels    {probe_set.name}: {num_images:,} images of {num_classes} classes, for k-NN only")
     if hardware.world.size > 1:
         lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
-    lines.append(f"Run       {run}\n")
-    console.print("\n".join(lines), soft_wrap=True, markup=False)
+    lines.append(f"Run       {run}")
+    print_lines(console, lines, indent=10)
+    console.print()
 
 
 def describe_method(recipe: Recipe) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance
 from vitral.training.setup import TrainingSetup
 from vitral.training.tuning import count_trained
+from vitral.utils.wrapping import wrap_line
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
 
@@ -48,8 +49,15 @@ def print_run_summary(
     ]
     if hardware.world.size > 1:
         lines.append(f"Parallel  {parallel.mode}: {parallel.reason}")
-    lines.append(f"Run       {run}\n")
-    console.print("\n".join(lines), soft_wrap=True, markup=False)
+    lines.append(f"Run       {run}")
+    print_lines(console, lines, indent=10)
+    console.print()
+
+
+def print_lines(console: Console, lines: Iterable[str], indent: int) -> None:
+    """Print lines; on a terminal, long ones are continued after `indent` columns."""
+    width = console.width if console.is_terminal else sys.maxsize
+    console.print("\n".join(wrap_line(line, width, indent) for line in lines), soft_wrap=True, markup=False)
 
 
 def model_line(recipe: Recipe) -> str:
