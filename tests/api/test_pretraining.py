@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vitral.models.vit import ViT, ViTConfig
 from vitral.recipes.schema import read_recipe
 from vitral.runs.model_io import ModelConfig, save_model
 from vitral.runs.run import Run
-from vitral.training.pretraining.setup import setup_pretraining
+from vitral.training.pretraining.setup import resolve_pretrain_recipe, setup_pretraining
 
 TINY: dict[str, Any] = {"batch_size": 8, "epochs": 2, "model.channels": 3}
 
@@ -214,6 +215,28 @@ def test_what_is_continued_depends_on_method_sizes_and_weights(pretrain: Any) ->
         other = setup_pretraining(recipe.with_overrides(change))
         assert other.method_state is None
         assert any(note.startswith("the heads of the method are new") and reason in note for note in other.notes)
+
+
+@pytest.mark.parametrize("inner", ["", "model", "model/weights.safetensors"])
+def test_model_folder_and_weights_inside_a_run_are_continued_like_the_run(
+    pretrain: Any, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: str
+) -> None:
+    run = Run(pretrain("first", epochs=1, method="moco").run)
+    source = run.path / inner
+    recipe = resolve_pretrain_recipe([str(photos)], None, str(source)).with_overrides({"batch_size": 8})
+    assert recipe.pretrain is not None
+    assert recipe.pretrain.method == "moco"
+    assert f"the heads of the method continue those of {run}" in setup_pretraining(recipe).notes
+    monkeypatch.chdir(source if source.is_dir() else source.parent)
+    relative = resolve_pretrain_recipe([str(photos)], None, "." if source.is_dir() else source.name)
+    assert relative.pretrain == recipe.pretrain
+
+
+def test_model_without_its_run_says_which_method_continues_it(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(pretrain("first", epochs=1, method="moco").run / "model", tmp_path / "copy")
+    recipe = resolve_pretrain_recipe([str(photos)], None, str(folder)).with_overrides({"batch_size": 8})
+    (note,) = [note for note in setup_pretraining(recipe).notes if note.startswith("the heads of the method are new")]
+    assert note.endswith(f"{folder} is a model without its run, which names its method; --method is lejepa")
 
 
 @pytest.mark.slow

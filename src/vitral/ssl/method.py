@@ -108,6 +108,19 @@ class PretrainMethod(nn.Module, ABC):
     def forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
         """Sums over the images of the loss and of the running score."""
 
+    def reference_forward(self, *batch: Tensor) -> tuple[Tensor, Tensor]:
+        """`forward` without the `encode_fn` of student and teacher."""
+        branches = [branch for branch in (self.student, self.teacher) if branch is not None]
+        encode_fns = [branch.encode_fn for branch in branches]
+        try:
+            for branch in branches:
+                branch.encode_fn = None
+            output: tuple[Tensor, Tensor] = self(*batch)
+        finally:
+            for branch, encode_fn in zip(branches, encode_fns, strict=True):
+                branch.encode_fn = encode_fn
+        return output
+
     @property
     def backbone(self) -> ViT:
         """The ViT that results from pretraining."""

@@ -61,8 +61,9 @@ class PretrainBackend:
         step_optimizers(optimizers)
 
     def eager(self) -> PretrainBackend:
+        """The same step in plain PyTorch, where hooks see every module."""
         backend = copy.copy(self)
-        backend._forward, backend.reducer = self.method, None
+        backend._forward, backend.reducer = self.method.reference_forward, None
         return backend
 
 

@@ -18,6 +18,7 @@ from vitral.runs.run import Run
 from vitral.ssl.config import PretrainConfig
 from vitral.ssl.methods import METHODS, make_method
 from vitral.training import checkpoint
+from vitral.weights.checkpoint import Checkpoint
 
 NEW_HEADS = "the heads of the method are new"
 # The saved state of an optimizer is only used with the same values of these settings.
@@ -32,18 +33,25 @@ class ContinuedMethod(NamedTuple):
     notes: tuple[str, ...] = ()  # lines for the user
 
 
-def read_pretrain_config(source: str | None) -> PretrainConfig | None:
-    """The method and options of a pretraining run; None if `source` is anything else."""
-    recipe_file = Run(Path(source)).recipe_file if source else None
-    if recipe_file is None or not recipe_file.is_file():
-        return None
-    config = read_recipe(recipe_file).pretrain
+def find_run(source: str) -> Run | None:
+    """The run whose folder, model folder or weights file `source` is; None if it is anything else."""
+    path = Path(source)
+    folders = (path, path.absolute().parent, path.absolute().parent.parent)
+    for run, inner in zip(map(Run, folders), ("", "model", "model/weights.safetensors"), strict=True):
+        if run.recipe_file.is_file() and path.absolute() == run.path.absolute() / inner:
+            return run
+    return None
+
+
+def read_pretrain_config(run: Run | None) -> PretrainConfig | None:
+    """The method and options of a pretraining run; None for other runs."""
+    config = None if run is None else read_recipe(run.recipe_file).pretrain
     return config if config is not None and config.method in METHODS else None
 
 
 def with_method_of(recipe: Recipe, source: str | None, method: str | None) -> Recipe:
     """Use the method and options of the pretraining run `source`, unless `method` is another one."""
-    config = read_pretrain_config(source)
+    config = read_pretrain_config(find_run(source) if source else None)
     if config is None or recipe.pretrain is None or method not in (None, config.method):
         return recipe
     options = {"method": config.method, config.method: getattr(config, config.method)}
@@ -51,25 +59,32 @@ def with_method_of(recipe: Recipe, source: str | None, method: str | None) -> Re
 
 
 def read_continued_method(
-    recipe: Recipe, preprocessing: Preprocessing, initial_weights: dict[str, Tensor]
+    recipe: Recipe, preprocessing: Preprocessing, source: Checkpoint, initial_weights: dict[str, Tensor]
 ) -> ContinuedMethod:
-    """The state of the run `recipe.init_from`, if it was trained with the same method and heads of the same sizes.
+    """The state of the run of `recipe.init_from`, if it was trained with the same method and heads of the same sizes.
 
-    If `initial_weights` were adapted to the model, they replace the encoders of student and teacher, and the optimizers
-    start again. They also start again with other OPTIMIZER_FIELDS.
+    `source` is the model that was read. If `initial_weights` were adapted to the model, they replace the encoders of
+    student and teacher, and the optimizers start again. They also start again with other OPTIMIZER_FIELDS.
     """
-    config, previous = recipe.pretrain, read_pretrain_config(recipe.init_from)
-    if config is None or previous is None or config.method not in METHODS:
+    config, run = recipe.pretrain, find_run(recipe.init_from)
+    if config is None or config.method not in METHODS:
+        return ContinuedMethod()
+    if run is None:
+        is_from_pretraining = source.format == "vitral" and source.headless
+        missing = f"{recipe.init_from} is a model without its run, which names its method; --method is {config.method}"
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {missing}",) * is_from_pretraining)
+    previous = read_pretrain_config(run)
+    if previous is None:
         return ContinuedMethod()
     if previous.method != config.method:
-        return ContinuedMethod(notes=(f"{NEW_HEADS}: {recipe.init_from} was trained with {previous.method}",))
-    path = checkpoint.newest(Run(Path(recipe.init_from)).checkpoint_dir)
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {run} was trained with {previous.method}",))
+    path = checkpoint.newest(run.checkpoint_dir)
     try:
         content = checkpoint.load(path) if path is not None and path.is_file() else None
     except VitralError as error:
         return ContinuedMethod(notes=(f"{NEW_HEADS}: {error.what}",))
     if content is None:
-        return ContinuedMethod(notes=(f"{NEW_HEADS}: {recipe.init_from} has no checkpoint in one file",))
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {run} has no checkpoint in one file",))
     saved = content["model"]
     with SkipInit(), torch.device("meta"):
         expected = make_method(config, VARIANTS[recipe.variant](recipe.model), preprocessing).state_dict()
@@ -77,23 +92,23 @@ def read_continued_method(
     if {name: tensor.shape for name, tensor in heads.items()} != {
         name: tensor.shape for name, tensor in expected.items() if ".vit." not in name
     }:
-        return ContinuedMethod(notes=(f"{NEW_HEADS}: those of {recipe.init_from} have other sizes",))
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: those of {run} have other sizes",))
     branch = "teacher" if any(name.startswith("teacher.") for name in saved) else "student"
     is_unchanged = all(
         name.startswith("head.") or torch.equal(saved.get(f"{branch}.vit.{name}", torch.empty(0)), tensor)
         for name, tensor in initial_weights.items()
     )
-    note = f"the heads of the method continue those of {recipe.init_from}"
+    note = f"the heads of the method continue those of {run}"
     if not is_unchanged:
         return ContinuedMethod(heads, notes=(note,))
-    if (reason := optimizer_difference(recipe, recipe.init_from)) is not None:
+    if (reason := optimizer_difference(recipe, run)) is not None:
         return ContinuedMethod(saved, notes=(note, f"the optimizer starts again: {reason}"))
     return ContinuedMethod(saved, content["optimizers"], (note, "the optimizer continues with its moments"))
 
 
-def optimizer_difference(recipe: Recipe, source: str) -> str | None:
-    """The first setting of the optimizer that differs from that of the run `source`; None if there is none."""
-    previous = read_recipe(Run(Path(source)).recipe_file).optim
+def optimizer_difference(recipe: Recipe, run: Run) -> str | None:
+    """The first setting of the optimizer that differs from that of `run`; None if there is none."""
+    previous = read_recipe(run.recipe_file).optim
     for name in OPTIMIZER_FIELDS:
         if (value := getattr(previous, name)) != (new := getattr(recipe.optim, name)):
             return f"optim.{name} was {value}, and is {new} now"

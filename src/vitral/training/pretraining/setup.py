@@ -171,7 +171,7 @@ def setup_pretraining(recipe: Recipe, progress: bool = False, sources: Sequence[
         adapted = adapt_weights(checkpoint, recipe.variant, recipe.model, (NO_HEAD,))
         head_notes = [note for note in adapted.notes if not note.startswith("head:")]
         initial_weights, notes = adapted.state, (*notes, *checkpoint.notes, *head_notes)
-        continued = read_continued_method(recipe, make_preprocessing(recipe), initial_weights)
+        continued = read_continued_method(recipe, make_preprocessing(recipe), checkpoint, initial_weights)
         notes += continued.notes
     if recipe.grad_accum > 1 and recipe.pretrain is not None and recipe.pretrain.compares_images:
         size = math.ceil(recipe.batch_size / recipe.grad_accum)
