@@ -16,7 +16,7 @@ def test_eager_backend_shows_the_modules_of_fused_encoders(cpu: Hardware) -> Non
     """Hooks do not see the modules whose kernels are fused; a copy of each branch stands for them."""
     method = tiny_method("moco")
     images = random_images()
-    torch.nn.init.constant_(method.student.vit.encoder.blocks[1].mlp.expand.weight, 1e38)
+    torch.nn.init.constant_(method.student.get_parameter("vit.encoder.blocks.1.mlp.expand.weight"), 1e38)
     assert method.teacher is not None
     branches = [method.student, method.teacher]
     for branch in branches:
