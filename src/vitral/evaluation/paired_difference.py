@@ -42,9 +42,10 @@ class PairedDifference:
 def paired_difference(before_SM: Array, after_SM: Array, *, varies: bool = True) -> PairedDifference:
     """Difference of the mean accuracies from booleans: which images were classified correctly.
 
-    The variance of the mean is the sum of the variance over seeds and that over test images; its degrees of freedom are
-    those of Welch and Satterthwaite. `varies`: False if a repetition would give the same result, as for a classifier
-    that is fitted to all labels; there is one row then, and only the test images are uncertain.
+    The variance of the mean is the sum of the variance over seeds and that over test images, less that of their
+    interaction, which both contain; it is at least that over test images. Its degrees of freedom are those of Welch and
+    Satterthwaite. `varies`: False if a repetition would give the same result, as for a classifier that is fitted to all
+    labels; there is one row then, and only the test images are uncertain.
     """
     differences_SM = after_SM.astype(float) - before_SM.astype(float)
     S, M = differences_SM.shape
@@ -54,10 +55,13 @@ def paired_difference(before_SM: Array, after_SM: Array, *, varies: bool = True)
     if S == 1 and varies:
         return PairedDifference(value=value, low=None, high=None, seeds_margin=None, images_margin=images_margin)
     seeds_variance = float(np.var(differences_SM.mean(axis=1), ddof=1)) / S if S > 1 else 0.0
-    freedom = (seeds_variance + images_variance) ** 2 / (
-        (seeds_variance**2 / (S - 1) if S > 1 else 0.0) + images_variance**2 / M
-    )
-    half = student_quantile(freedom) * math.sqrt(seeds_variance + images_variance)
+    interaction = _interaction_variance(differences_SM)
+    variance = max(seeds_variance + images_variance - interaction, images_variance)
+    components = [(images_variance, M)]
+    if S > 1:
+        components += [(seeds_variance, S - 1), (interaction, (S - 1) * max(M - 1, 1))]
+    freedom = variance**2 / sum(component**2 / degrees for component, degrees in components)
+    half = student_quantile(max(freedom, S - 1)) * math.sqrt(variance)
     return PairedDifference(
         value=value,
         low=max(value - half, -1.0),
@@ -76,6 +80,19 @@ def _images_variance(differences_M: Array) -> float:
     M = len(differences_M) + 2
     mean, mean_square = differences_M.sum() / M, (np.square(differences_M).sum() + 1) / M
     return float(mean_square - mean**2) / M
+
+
+def _interaction_variance(differences_SM: Array) -> float:
+    """Variance of the mean over what seeds and images have in common: the images that change with the seed.
+
+    It is the residual mean square of a two-way analysis of variance, divided by the number of differences.
+    """
+    S, M = differences_SM.shape
+    if S == 1 or M == 1:
+        return 0.0
+    means_S1, means_1M = differences_SM.mean(axis=1, keepdims=True), differences_SM.mean(axis=0, keepdims=True)
+    residuals = differences_SM - means_S1 - means_1M + differences_SM.mean()
+    return float(np.square(residuals).sum()) / ((S - 1) * (M - 1)) / (S * M)
 
 
 def accuracy_interval(correct_SM: Array) -> Interval:
