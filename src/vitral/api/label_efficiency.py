@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from vitral.device.select import select_hardware
-from vitral.doctor.estimates import TimeEstimate, estimate_seconds
+from vitral.doctor.estimates import OVERHEAD_SECONDS, TimeEstimate, estimate_seconds
 from vitral.errors import VitralError
 from vitral.evaluation.feature_comparison import ModelFeatures, compare_features
 from vitral.evaluation.label_efficiency import LabelEfficiency, LabelEfficiencyRow, make_row, summarise
@@ -75,6 +75,7 @@ def compare_label_efficiency(
     options: CheckpointOptions = NO_OPTIONS,
     engine: EngineName = "auto",
     subject: str | None = None,
+    judged_run: str | Path | None = None,
     allow_leak: bool = False,
     quiet: bool = True,
     **overrides: Any,
@@ -99,6 +100,7 @@ def compare_label_efficiency(
         options: What the files of checkpoints of other libraries do not contain.
         engine: Inference engine that computes the features.
         subject: Beginning of the summary, such as "Pretraining on your 20,000 images". Default: made of both names.
+        judged_run: Run that ends with this comparison (`--judge`), for the messages.
         allow_leak: Do not warn about test images that a model was trained on.
         quiet: Print nothing.
         overrides: Fields of the fine-tuning recipe. `epochs` are those with all labels.
@@ -116,7 +118,8 @@ def compare_label_efficiency(
     recipes = make_recipes(data, sources, models, recipe, options, overrides, fine_tuning)
     folder = Path(results) if results else new_run_path(RUNS, "label-efficiency") if fine_tuning else None
     tuning_folder = folder if fine_tuning else None
-    measured = measure(models, recipes, fractions, seeds, tuning_folder, console, allow_leak)
+    run = Path(judged_run) if judged_run else None
+    measured = measure(models, recipes, fractions, seeds, tuning_folder, console, allow_leak, judged_run=run)
     result = replace(
         make_result(data, sources, models, measured, seeds, subject),
         seconds=round(time.perf_counter() - started, 1),
@@ -144,6 +147,8 @@ def measure(
     folder: Path | None,
     console: Console,
     allow_leak: bool,
+    *,
+    judged_run: Path | None,
 ) -> Measured:
     """Load the images and compare the models by classifiers on their features and, with a folder, by fine-tuning."""
     with console.status("Loading the images") as status:
@@ -151,7 +156,7 @@ def measure(
         images = load_images(models, recipes)
         kept, notes = distinct_fractions(images["after"].labelled.labels, fractions)
         leaks = find_leaks(models, images)
-        tuning = None if folder is None else prepare_fine_tuning(recipes, kept, seeds, folder)
+        tuning = None if folder is None else prepare_fine_tuning(recipes, kept, seeds, folder, judged_run)
         if tuning is not None:
             terminal.print_leaks(console, {} if allow_leak else leaks)
             terminal.print_plan(console, tuning, estimate_time(tuning, images["after"]))
@@ -279,12 +284,12 @@ def model_notes(models: Models, images: Mapping[Side, LabelledImages]) -> list[s
 
 
 def prepare_fine_tuning(
-    recipes: Mapping[Side, Recipe], fractions: Sequence[float], seeds: int, folder: Path
+    recipes: Mapping[Side, Recipe], fractions: Sequence[float], seeds: int, folder: Path, judged_run: Path | None
 ) -> FineTuning:
     """Load images and initial weights, and create the folder for the results or check what it holds."""
     setups = load_setups(recipes)
     write_settings(folder / "settings.json", comparison_settings(setups), flag="--results")
-    return FineTuning(setups=setups, fractions=fractions, seeds=seeds, folder=folder)
+    return FineTuning(setups=setups, fractions=fractions, seeds=seeds, folder=folder, judged_run=judged_run)
 
 
 def estimate_time(tuning: FineTuning, images: LabelledImages) -> TimeEstimate:
@@ -298,7 +303,8 @@ def estimate_time(tuning: FineTuning, images: LabelledImages) -> TimeEstimate:
             estimates.append(estimates[0])  # the same architecture
         else:
             estimates.append(estimate_seconds(recipe, passes, passes + forward))
-    low, seconds, high = (sum(values) for values in list(zip(*estimates, strict=True))[:3])
+    # Both estimates contain the start.
+    low, seconds, high = (sum(values) - OVERHEAD_SECONDS for values in list(zip(*estimates, strict=True))[:3])
     return estimates[0]._replace(low=low, seconds=seconds, high=high)
 
 

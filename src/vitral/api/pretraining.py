@@ -155,6 +155,7 @@ class Judgement:
             results=run.path / "judge",
             options=recipe.init_options,
             subject=f"{'Distillation' if has_teacher else 'Pretraining'} on your {count}images",
+            judged_run=run.path,
             quiet=quiet,
             **self.options,
         )

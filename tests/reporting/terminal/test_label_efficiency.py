@@ -46,6 +46,7 @@ def test_one_seed_shows_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
     row = printed(capsys, ONE_SEED)[1]
     assert "+40.0 (no interval)" in row
     assert row.split()[-2:] == ["one", "seed"]
+    assert "1 seed. The difference is in percentage points.\n" in "\n".join(printed(capsys, ONE_SEED, seeds=1))
 
 
 def test_test_images_that_a_model_was_trained_on_are_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:

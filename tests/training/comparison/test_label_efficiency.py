@@ -130,6 +130,15 @@ def test_the_same_weights_on_both_sides_give_the_same_predictions(fine_tuning: F
     assert (before[0] != before[1]).any()
 
 
+def test_the_command_that_continues_is_that_of_the_comparison(fine_tuning: FineTuning, tmp_path: Path) -> None:
+    assert fine_tuning.continuation == f"the same command and --results {tmp_path}"
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.toml").write_text('[pretrain]\nmethod = "distill"\n')
+    judged = replace(fine_tuning, judged_run=run)
+    assert judged.continuation == f"vitral distill --resume {run} --judge textures, and the same --judge flags"
+
+
 def test_heads_start_at_zero(setup: TrainingSetup) -> None:
     assert setup.initial_weights is not None
     setup.initial_weights["head.out.weight"].fill_(1.0)

@@ -152,6 +152,7 @@ def print_comparison(result: PretrainResult) -> None:
     if result.comparison is not None:
         from vitral.reporting.terminal.label_efficiency import print_label_efficiency
 
+        print()
         print_label_efficiency(result.comparison)
 
 

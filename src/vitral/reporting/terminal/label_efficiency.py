@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from vitral.doctor.estimates import TimeEstimate
-from vitral.errors import shell_quote
 from vitral.evaluation.label_efficiency import LabelEfficiency, LabelEfficiencyRow, points
 from vitral.evaluation.label_subsets import fraction_text
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning
@@ -37,13 +36,16 @@ def print_plan(console: Console, tuning: FineTuning, estimate: TimeEstimate) -> 
     runs = sum(1 for _ in tuning.runs())
     finished = sum((tuning.folder / run.folder_name / "evaluation.json").is_file() for run in tuning.runs())
     duration = duration_range(estimate.low, estimate.high)
+    remaining = f", less {finished} finished model{'s' if finished > 1 else ''}" if finished else ""
+    flag = "--no-fine-tuning" if tuning.judged_run is None else "--no-judge-fine-tuning"
     lines = [
         f"Fine-tuning {runs} models: {fractions} of the {len(tuning.labels):,} labels, {tuning.seeds} "
         f"seed{'s' if tuning.seeds > 1 else ''}, before and after.",
-        f"This takes {duration} on {_device_text(estimate)}{f', less {finished} finished models' if finished else ''}. "
-        "--no-fine-tuning omits it.",
-        f"An interrupted comparison continues with --results {shell_quote(tuning.folder)}",
+        f"This takes {duration} on {_device_text(estimate)}{remaining}. {flag} omits it.",
+        f"An interrupted comparison continues with {tuning.continuation}",
     ]
+    if tuning.judged_run is not None:
+        console.print()  # after the result of the training
     console.print("\n".join(lines), soft_wrap=True, markup=False)
     if estimate.disturbance:
         console.print(f"Other programs slow this machine down: {estimate.disturbance}.", soft_wrap=True, markup=False)
@@ -64,12 +66,17 @@ def print_label_efficiency(result: LabelEfficiency, allow_leak: bool = False) ->
     for row in result.rows:
         table.add_row(*_cells(row))
     console.print(table)
-    seeds = f"{result.seeds} seed{'s' if result.seeds > 1 else ''}"
+    seeds, interval = "1 seed", ""
+    if result.seeds > 1:
+        seeds = f"{result.seeds} seeds"
+        interval = (
+            " Its interval contains the variation over seeds (labels, batches, augmentation; paired) and over the test "
+            "images."
+        )
     console.print(
         f"\nbefore: {result.before_name}; after: {result.after_name}\n"
         f"{result.test_images:,} {result.evaluated_on} images, {result.labelled_images:,} labelled images, "
-        f"{len(result.classes)} classes, {seeds}. The difference is in percentage points. Its interval contains the "
-        "variation over seeds (labels, batches, augmentation; paired) and over the test images.",
+        f"{len(result.classes)} classes, {seeds}. The difference is in percentage points.{interval}",
         soft_wrap=True,
         markup=False,
     )

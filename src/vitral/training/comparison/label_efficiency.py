@@ -30,6 +30,7 @@ from vitral.recipes.builtin import get_recipe
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import Recipe
 from vitral.runs.model_io import tensors_digest
+from vitral.runs.run import resume_command
 from vitral.training.callbacks import Callback
 from vitral.training.comparison.parts import EvaluationSplit, PartResult, evaluate_part, read_result, train_part
 from vitral.training.hardware import training_hardware, with_threads
@@ -90,10 +91,19 @@ class FineTuning:
     fractions: Sequence[float]
     seeds: int
     folder: Path
+    judged_run: Path | None = None  # the run whose --judge this is
 
     @property
     def labels(self) -> Tensor:
         return self.setups["after"].dataset.train.labels
+
+    @property
+    def continuation(self) -> str:
+        """The command that continues an interrupted comparison."""
+        if self.judged_run is None:
+            return f"the same command and --results {shell_quote(self.folder)}"
+        data = self.setups["after"].recipe.data.name
+        return f"{resume_command(self.judged_run)} --judge {shell_quote(data)}, and the same --judge flags"
 
     def runs(self) -> Iterator[FineTuningRun]:
         """All runs, those with few labels first; the two sides of a seed follow each other."""
@@ -221,8 +231,7 @@ def fine_tune(
                 try:
                     result = train_and_evaluate(split, folder, run.seed, callbacks)
                 except Interrupted as stop:
-                    hint = f"Continue with the same command and --results {shell_quote(fine_tuning.folder)}"
-                    raise Interrupted(stop.what, hint) from stop
+                    raise Interrupted(stop.what, f"Continue with {fine_tuning.continuation}") from stop
             results.setdefault((run.fraction, run.side), []).append(result.correct)
             log(f"{run.label:<40} {result.correct.mean():7.2%}  {result.seconds:7.0f} s")
     return {
