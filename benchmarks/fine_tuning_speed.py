@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,43 +59,41 @@ TASKS = {
 }
 LIBRARIES = ("vitral bf16", "vitral fp8", "timm")
 
-# Each option is compared with the training without it: (precision, batch size, recipe fields, attention kernel's limit)
-PLAIN: tuple[str, int, dict[str, Any], int | None] = ("bf16", 128, {}, None)
+PLAIN: tuple[str, int, dict[str, Any]] = ("bf16", 128, {})  # precision, batch size, recipe fields
 DINOV3: dict[str, Any] = {"model.layer_scale": 1e-5, "model.registers": 4, "model.positions": "rotary"}
 S16: dict[str, Any] = {"model.width": 384, "model.heads": 6, "model.mlp_width": 1536}
-OPTIONS: dict[str, tuple[str, int, dict[str, Any], int | None]] = {
-    "layer scale": ("bf16", 128, {"model.layer_scale": 1e-5}, None),
-    "dropout 0.1": ("bf16", 128, {"model.dropout": 0.1}, None),
-    "drop path 0.1": ("bf16", 128, {"model.drop_path": 0.1}, None),
-    "drop path 0.4": ("bf16", 128, {"model.drop_path": 0.4}, None),
-    "LoRA": ("bf16", 128, {"tune": "lora"}, None),
-    "frozen first half": ("bf16", 128, {"tune": "last-6"}, None),
-    "gradient clipping": ("bf16", 128, {"optim.grad_clip": 1.0}, None),
-    "EMA": ("bf16", 128, {"ema": 0.2}, None),
-    "activation checkpointing": ("bf16", 128, {"activation_checkpointing": True}, None),
-    "1003 classes": ("bf16", 128, {"model.num_classes": 1003}, None),
-    "layer-wise learning rates": ("bf16", 128, {"optim.layer_decay": 0.75}, None),
-    "FP8": ("fp8", 128, {}, None),
-    "FP8, batch size 125": ("fp8", 125, {}, None),
-    "batch size 32": ("bf16", 32, {}, None),
-    "FP8, batch size 32": ("fp8", 32, {}, None),
-    "S/16": ("bf16", 128, S16, None),
-    "FP8, S/16": ("fp8", 128, S16, None),
-    "S/16, batch size 32": ("bf16", 32, S16, None),
-    "FP8, S/16, batch size 32": ("fp8", 32, S16, None),
-    "DINOv2 B/14": ("bf16", 128, DINOV2, None),
-    "DINOv2 B/14, own attention": ("bf16", 128, DINOV2, 320),
-    "FP8, layer scale": ("fp8", 128, {"model.layer_scale": 1e-5}, None),
-    "FP8, dropout 0.1": ("fp8", 128, {"model.dropout": 0.1}, None),
-    "FP8, LoRA": ("fp8", 128, {"tune": "lora"}, None),
-    "FP8, frozen first half": ("fp8", 128, {"tune": "last-6"}, None),
-    "attention dropout 0.1": ("bf16", 128, {"model.dropout_attention": 0.1}, None),
-    "LoRA, dropout 0.1": ("bf16", 128, {"tune": "lora", "lora.dropout": 0.1}, None),
-    "DINOv3 blocks": ("bf16", 128, DINOV3 | {"model.rope": "centered", "model.key_bias": False}, None),
-    "SwiGLU": ("bf16", 128, {"model.activation": "swiglu", "model.mlp_width": 2048}, None),
-    "FP8, activation checkpointing": ("fp8", 128, {"activation_checkpointing": True}, None),
-    "embedding dropout 0.1": ("bf16", 128, {"model.dropout_embedding": 0.1}, None),
-    "quick GELU": ("bf16", 128, {"model.activation": "quick_gelu"}, None),
+OPTIONS: dict[str, tuple[str, int, dict[str, Any]]] = {  # each is compared with the training without it
+    "layer scale": ("bf16", 128, {"model.layer_scale": 1e-5}),
+    "dropout 0.1": ("bf16", 128, {"model.dropout": 0.1}),
+    "drop path 0.1": ("bf16", 128, {"model.drop_path": 0.1}),
+    "drop path 0.4": ("bf16", 128, {"model.drop_path": 0.4}),
+    "LoRA": ("bf16", 128, {"tune": "lora"}),
+    "frozen first half": ("bf16", 128, {"tune": "last-6"}),
+    "gradient clipping": ("bf16", 128, {"optim.grad_clip": 1.0}),
+    "EMA": ("bf16", 128, {"ema": 0.2}),
+    "activation checkpointing": ("bf16", 128, {"activation_checkpointing": True}),
+    "1003 classes": ("bf16", 128, {"model.num_classes": 1003}),
+    "layer-wise learning rates": ("bf16", 128, {"optim.layer_decay": 0.75}),
+    "FP8": ("fp8", 128, {}),
+    "FP8, batch size 125": ("fp8", 125, {}),
+    "batch size 32": ("bf16", 32, {}),
+    "FP8, batch size 32": ("fp8", 32, {}),
+    "S/16": ("bf16", 128, S16),
+    "FP8, S/16": ("fp8", 128, S16),
+    "S/16, batch size 32": ("bf16", 32, S16),
+    "FP8, S/16, batch size 32": ("fp8", 32, S16),
+    "DINOv2 B/14": ("bf16", 128, DINOV2),
+    "FP8, layer scale": ("fp8", 128, {"model.layer_scale": 1e-5}),
+    "FP8, dropout 0.1": ("fp8", 128, {"model.dropout": 0.1}),
+    "FP8, LoRA": ("fp8", 128, {"tune": "lora"}),
+    "FP8, frozen first half": ("fp8", 128, {"tune": "last-6"}),
+    "attention dropout 0.1": ("bf16", 128, {"model.dropout_attention": 0.1}),
+    "LoRA, dropout 0.1": ("bf16", 128, {"tune": "lora", "lora.dropout": 0.1}),
+    "DINOv3 blocks": ("bf16", 128, DINOV3 | {"model.rope": "centered", "model.key_bias": False}),
+    "SwiGLU": ("bf16", 128, {"model.activation": "swiglu", "model.mlp_width": 2048}),
+    "FP8, activation checkpointing": ("fp8", 128, {"activation_checkpointing": True}),
+    "embedding dropout 0.1": ("bf16", 128, {"model.dropout_embedding": 0.1}),
+    "quick GELU": ("bf16", 128, {"model.activation": "quick_gelu"}),
 }
 
 StepFn = Callable[[], None]
@@ -319,20 +317,6 @@ def compare(args: argparse.Namespace, deadline: float) -> list[dict[str, Any]]:
 # Options
 
 
-@contextmanager
-def attention_limit(max_tokens: int | None) -> Iterator[None]:
-    """Raise the number of tokens up to which vitral's own attention kernel is used."""
-    if max_tokens is None or not has_gpu():
-        yield
-        return
-    from vitral.kernels.attention import op
-
-    before = op.MAX_TOKENS
-    op.MAX_TOKENS = max_tokens
-    yield
-    op.MAX_TOKENS = before
-
-
 def measure_options(args: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:
     """Each option in turns with the training without it."""
     bases: dict[str, tuple[StepFn, dict[str, Any]]] = {}
@@ -352,17 +336,16 @@ def measure_options(args: argparse.Namespace, deadline: float) -> Iterator[dict[
 
 
 def measure_option(name: str, bases: dict[str, tuple[StepFn, dict[str, Any]]], args: Any) -> dict[str, Any]:
-    precision, batch_size, fields, max_tokens = OPTIONS[name]
+    precision, batch_size, fields = OPTIONS[name]
     base_precision = "bf16" if name == "FP8" else precision
     if base_precision not in bases:
         bases[base_precision] = prepare(lambda: make_vitral_step(base_precision, PLAIN[1], {}))
     base, base_info = bases[base_precision]
-    with attention_limit(max_tokens):
-        step, info = prepare(lambda: make_vitral_step(precision, batch_size, fields))
-        times, base_times = list[float](), list[float]()
-        for _ in range(OPTION_ROUNDS):
-            base_times.append(time_step(base, args.seconds))
-            times.append(time_step(step, args.seconds))
+    step, info = prepare(lambda: make_vitral_step(precision, batch_size, fields))
+    times, base_times = list[float](), list[float]()
+    for _ in range(OPTION_ROUNDS):
+        base_times.append(time_step(base, args.seconds))
+        times.append(time_step(step, args.seconds))
     per_image = statistics.median(times) / info["batch_size"]
     return {
         **info,

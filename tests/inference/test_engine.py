@@ -31,7 +31,7 @@ from vitral.inference.bench_results import BenchResult, BenchRow, load_bench_res
 from vitral.inference.cascade import CascadeEngine, cascade_margin, margin_for_agreement
 from vitral.inference.cpu_blocks import Int8Block
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision
-from vitral.inference.cuda_engine import CudaEngine
+from vitral.inference.cuda_engine import MAX_HOST_GRAPH, CudaEngine
 from vitral.inference.engine import ReferenceEngine
 from vitral.inference.engine_selection import build_engine, select_cpu_engine, select_engine
 from vitral.inference.gpu_selection import cuda_hardware, select_cuda_engine
@@ -366,9 +366,11 @@ def test_the_cuda_engine_pads_batches_and_agrees_with_the_model() -> None:
     images = smooth_images(11)
     expected = reference_logits(model, preprocessing, images)
     torch.testing.assert_close(engine(images), expected, atol=1e-5, rtol=1e-4)
-    assert [*engine.graphs] == [12]
+    torch.testing.assert_close(engine.compute(images), expected, atol=1e-5, rtol=1e-4)
     assert engine(images[:1]).shape == (1, 5)
-    assert [*engine.graphs] == [12, 1]
+    many = smooth_images(MAX_HOST_GRAPH + 1)
+    torch.testing.assert_close(engine(many), reference_logits(model, preprocessing, many), atol=1e-5, rtol=1e-4)
+    assert [*engine.graphs] == [(12, True), (12, False), (1, True), (24, False)]
     with torch.inference_mode():
         features = model.features(preprocessing.normalise(images))
     torch.testing.assert_close(engine.features(images), features, atol=1e-5, rtol=1e-4)
@@ -383,7 +385,7 @@ def test_a_gpu_uses_cuda_graphs_and_has_no_int8() -> None:
 
 
 def test_a_failed_graph_capture_falls_back_to_the_reference_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(function: object, example: object, pool: object) -> Callable[[Tensor], Tensor]:
+    def fail(*args: object) -> Callable[[Tensor], Tensor]:
         raise RuntimeError("capture is not permitted\nand more")
 
     monkeypatch.setattr("vitral.inference.cuda_engine.capture_forward", fail)

@@ -28,7 +28,7 @@ pytestmark = [requires_interpreter, pytest.mark.slow]
     ("T", "d", "separate_qk"),
     [
         (T, d, separate_qk)
-        for T, d in [(65, 32), (77, 64), (100, 24), (197, 64), (256, 32)]
+        for T, d in [(65, 32), (77, 64), (100, 24), (197, 64), (256, 32), (261, 32)]
         for separate_qk in (False, True)
     ],
 )

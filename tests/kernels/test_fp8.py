@@ -70,17 +70,18 @@ def test_scales_are_positive_for_zero_weights() -> None:
         assert not tensor.data.float().any()
 
 
-@pytest.mark.parametrize("N", [192, 144])
+@pytest.mark.parametrize(("N", "num_parts"), [(192, 1), (144, 1), (192, 3), (144, 3)])
 @pytest.mark.parametrize("sum_rows", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_quantize_and_sum(N: int, sum_rows: bool, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantize_and_sum(N: int, num_parts: int, sum_rows: bool, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitral.kernels.reduce.op.MAX_PROGRAMS", 3)
     torch.manual_seed(0)
     x = torch.randn(37, N) * torch.logspace(-4, 4, 37)[:, None]
     x[5] = 0
     x[6, 1:] = 0  # the row's norm equals its only value
     sums = ColumnSums()
-    row_sum, x_fp8 = quantize_and_sum(x, sum_rows, fp8, sums)
+    parts = tuple(part.contiguous() for part in x.chunk(num_parts, dim=1))
+    row_sum, x_fp8 = quantize_and_sum(parts, sum_rows, fp8, sums)
     if sum_rows:
         sums.compute()
     assert (row_sum is not None, x_fp8 is not None) == (sum_rows, fp8)

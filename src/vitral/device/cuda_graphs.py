@@ -184,11 +184,12 @@ class GraphPool:
 
 
 def capture_forward(
-    function: Callable[[Tensor], Tensor], example: Tensor, pool: GraphPool
+    function: Callable[[Tensor], Tensor], example: Tensor, pool: GraphPool, to_host: bool = False
 ) -> Callable[[Tensor], Tensor]:
     """Capture a function of tensors with the shape of `example` as a CUDA graph; on a CPU, return it unchanged.
 
     `example` becomes the graph's static input, so calls must not overlap, including calls to other graphs of `pool`.
+    With `to_host`, the graph also copies the result to the host, and a call waits for it.
     """
     if example.device.type != "cuda":
         return function
@@ -196,8 +197,9 @@ def capture_forward(
     pool.stream.wait_stream(current)
     with torch.cuda.stream(pool.stream):
         for _ in range(3):  # one-time initialisation must not be captured
-            function(example)
+            output = function(example)
     current.wait_stream(pool.stream)
+    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True) if to_host else None
     graph = torch.cuda.CUDAGraph()
     # thread_local: other threads may allocate pinned memory during the capture (see to_pinned_cpu).
     with (
@@ -205,10 +207,15 @@ def capture_forward(
         torch.cuda.graph(graph, pool=pool.handle, stream=pool.stream, capture_error_mode="thread_local"),
     ):
         output = function(example)
+        if pinned is not None:
+            pinned.copy_(output, non_blocking=True)
 
     def replay(tensor: Tensor) -> Tensor:
         example.copy_(tensor)
         graph.replay()
-        return output.clone()
+        if pinned is None:
+            return output.clone()
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return pinned.clone()
 
     return replay

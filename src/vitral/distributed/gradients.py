@@ -157,7 +157,7 @@ class AllReduceBucket:
             torch._foreach_copy_([view for _, view in pairs], [grad for grad, _ in pairs])
         for parameter in self.parameters:
             parameter.grad = None
-        self.work = dist.all_reduce(self.buffer, op=reduce_op(self.buffer.device), async_op=True)
+        self.work = dist.all_reduce(self.buffer, op=reduce_op(self.buffer.device, self.world), async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -173,9 +173,13 @@ def aligned(num_elements: int) -> int:
     return -(-num_elements // ALIGNMENT) * ALIGNMENT
 
 
-def reduce_op(device: torch.device) -> Any:
-    """NCCL averages; with gloo the sum is divided afterwards (`wait_and_average`)."""
-    return dist.ReduceOp.AVG if communication_backend(device) == "nccl" else dist.ReduceOp.SUM
+def reduce_op(device: torch.device, world: World) -> Any:
+    """NCCL averages; with gloo the sum is divided afterwards (`wait_and_average`).
+
+    For a single rank, NCCL's average is a slow kernel of its own, and its sum does nothing.
+    """
+    averages = communication_backend(device) == "nccl" and world.size > 1
+    return dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
 
 
 def wait_and_average(work: Any, buffer: Tensor, world: World) -> None:
@@ -253,7 +257,7 @@ class ReduceScatterBucket:
         self.has_grad = [parameter.grad is not None for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        op = reduce_op(buffer.device)
+        op = reduce_op(buffer.device, self.world)
         self.work = self.inputs.works[slot] = reduce_scatter_flat(self.reduced, buffer, op=op, async_op=True)
 
     @torch.no_grad()

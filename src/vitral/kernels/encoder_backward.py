@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitral.kernels.attention.op import attention_backward, split_heads
+from vitral.kernels.attention.op import attention_backward, merge_heads, split_heads
 from vitral.kernels.dropout.op import NO_DROPOUT, Dropout, apply_dropout
 from vitral.kernels.encoder_forward import (
     BlockCheckpoint,
@@ -174,16 +174,18 @@ class BackwardPass:
             self.param_grads[attention.qkv.bias].chunk(3)[1].zero_()
         self.unscale_gradients(block)
         if not uses_fp8_wgrad:
+            assert grad_qkv is not None
             self.weight_gradients(attention.qkv, grad_qkv, self.grads.normed)
         self.param_grads[block.norm1.weight], self.param_grads[block.norm1.bias], _ = self.grads.params
 
     def input_gradient(
-        self, layer: Any, grad_out: Tensor, grad_out_fp8: Fp8Tensor | None
+        self, layer: Any, grad_out: Tensor | None, grad_out_fp8: Fp8Tensor | None
     ) -> tuple[Tensor, GemmBound | None]:
         """Gradient of a layer's input, and the bound of an FP8 GEMM."""
         weights = self.encoder.weights
         grad, bound = weights.input_gradient(grad_out, grad_out_fp8, layer.weight)
         if layer in weights.separate_lora:
+            assert grad_out is not None
             grad += weights.lora_input_gradient(layer, grad_out, self.lora_dropout(layer))
         return grad, bound
 
@@ -221,31 +223,36 @@ class BackwardPass:
         )
         return fp8_wgrad.wgrad_gemm(fp8_wgrad.transpose_fp8(grad_qkv), normed_t, token_scales.max_scale, scale)
 
-    def softmax_attention(self, saved: SavedForBackward, grad_out: Tensor) -> tuple[Tensor, Fp8Tensor | None]:
-        """The gradient of qkv, (M, 3D), and its FP8 form, except after `short_attention`."""
+    def softmax_attention(self, saved: SavedForBackward, grad_out: Tensor) -> tuple[Tensor | None, Fp8Tensor | None]:
+        """The gradient of qkv, (M, 3D), and its FP8 form, except after `short_attention`.
+
+        After PyTorch's attention, whose gradients of q, k and v are separate, None if only the FP8 form is used.
+        """
         attention, T = saved.block.attention, self.shape[1]
         bias, num_heads, qk_norm = attention.qkv.bias, attention.heads, qk_norm_params(attention)
         has_bias = bias is not None and bias.requires_grad
         is_short = not saved.attn_inputs
+        is_plain = qk_norm is None and self.rope is None and not is_short
         grad_qkv: Tensor | None = None
         norm_grads: Tensor | None = None
         if saved.lse is not None:
             q, k, v = saved.attn_inputs
             grad_qkv = attention_backward(q, k, v, saved.attn_out, saved.lse, grad_out, num_heads, T)
+            grads_BhTd = split_heads(grad_qkv, num_heads, T)
         elif is_short:
             grad_qkv = short_attention_backward(saved.qkv, grad_out, num_heads, T, qk_norm, self.rope)
-        if grad_qkv is not None and not is_short and qk_norm is None and self.rope is None:
-            bias_grad, grad_qkv_fp8 = quantize_and_sum(grad_qkv, has_bias, self.encoder.fp8, self.sums)
+            grads_BhTd = split_heads(grad_qkv, num_heads, T)
+        else:  # PyTorch's attention
+            grad_q, grad_k, grad_v = torch.autograd.grad(saved.attn_out, saved.attn_inputs, grad_out)
+            grads_BhTd = F.pad(grad_q, (0, 0, 0, T - 1)) if saved.cls_only else grad_q, grad_k, grad_v
+        if is_plain and (grad_qkv is not None or self.encoder.weights.uses_fp8_wgrad(saved.block)):
+            parts = (grad_qkv,) if grad_qkv is not None else tuple(map(merge_heads, grads_BhTd))
+            bias_grad, grad_qkv_fp8 = quantize_and_sum(parts, has_bias, self.encoder.fp8, self.sums)
         else:
-            if grad_qkv is not None:
-                grads_BhTd = split_heads(grad_qkv, num_heads, T)
-            else:  # PyTorch's attention
-                grad_q, grad_k, grad_v = torch.autograd.grad(saved.attn_out, saved.attn_inputs, grad_out)
-                grads_BhTd = F.pad(grad_q, (0, 0, 0, T - 1)) if saved.cls_only else grad_q, grad_k, grad_v
             grad_qkv, norm_grads, bias_grad = qk_norm_rope_backward(
                 saved.qkv, grads_BhTd, qk_norm, self.rope, has_bias, self.sums, grad_qkv
             )
-            _, grad_qkv_fp8 = quantize_and_sum(grad_qkv, False, self.encoder.fp8 and not is_short, self.sums)
+            _, grad_qkv_fp8 = quantize_and_sum((grad_qkv,), False, self.encoder.fp8 and not is_short, self.sums)
         if norm_grads is not None:
             self.param_grads[attention.norm_q.weight], self.param_grads[attention.norm_k.weight] = norm_grads[0]
             self.param_grads[attention.norm_q.bias], self.param_grads[attention.norm_k.bias] = norm_grads[1]

@@ -208,10 +208,11 @@ class EncoderWeights:
         return apply_dropout(grad_out @ self.scaled_lora_B(layer, grad_out.dtype) @ (A * layer.scaling), dropout)
 
     def input_gradient(
-        self, grad_out: Tensor, grad_out_fp8: Fp8Tensor | None, weight: Tensor
+        self, grad_out: Tensor | None, grad_out_fp8: Fp8Tensor | None, weight: Tensor
     ) -> tuple[Tensor, GemmBound | None]:
         """grad_out·W, in FP8 if `grad_out_fp8` is given, and then also its bound."""
         if grad_out_fp8 is None:
+            assert grad_out is not None
             return grad_out @ self.compute[weight], None
         return fp8_linear(grad_out_fp8, self.quantized_t[weight])
 

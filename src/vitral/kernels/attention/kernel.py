@@ -1,4 +1,4 @@
-"""Flash attention for 65 to 256 tokens, forward and backward.
+"""Flash attention for 65 to 640 tokens, forward and backward.
 
 A program owns BLOCK_M = 64 queries of one head and iterates over blocks of BLOCK_N keys and values. Backward, one
 kernel owns queries (for grad_q) and another owns keys (for grad_k and grad_v): two GEMMs more than a combined kernel,

@@ -14,8 +14,9 @@ from vitral.kernels.attention import kernel as kernels
 from vitral.kernels.fp8.op import Fp8Tensor, GemmBound, empty_fp8
 from vitral.kernels.precompile import launch
 
-MAX_TOKENS, MAX_HEAD_DIM = 256, 64  # beyond these, PyTorch's scaled_dot_product_attention is faster
+MAX_TOKENS, MAX_HEAD_DIM = 640, 64  # beyond these, PyTorch's scaled_dot_product_attention is used
 BLOCK_M = 64  # rows that a program owns
+FEW_TOKENS = 256  # up to here, other blocks and pipeline depths are faster
 
 
 def attention_forward(
@@ -53,7 +54,7 @@ def _launch_forward(
         q, k, v, key_bias, out, lse, scales, *(v_bound or (None, None)), softmax_scale,
         STRIDE_QK=q.stride(0), FP8=scales is not None, BLOCK_TOKENS=triton.next_power_of_2(num_tokens),
         KEY_BIAS=sizes is not None,
-        **attention_blocks(num_tokens, num_heads, D // num_heads, block_n=32, num_stages=3),
+        **attention_blocks(num_tokens, num_heads, D // num_heads, 32 if num_tokens <= FEW_TOKENS else 64, num_stages=3),
     )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def attention_backward(
     grid = (M // num_tokens * num_heads * triton.cdiv(num_tokens, BLOCK_M),)
     launch(kernels.attention_grad_q_kernel, grid)(
         q, k, v, out, grad_out, lse, delta, grad_qkv, softmax_scale, STRIDE_QK=q.stride(0),
-        **attention_blocks(num_tokens, num_heads, D // num_heads, block_n=64, num_stages=2),
+        **attention_blocks(num_tokens, num_heads, D // num_heads, 64, num_stages=2 if num_tokens <= FEW_TOKENS else 3),
     )  # fmt: skip
     launch(kernels.attention_grad_kv_kernel, grid)(
         q, k, v, grad_out, lse, delta, grad_qkv, softmax_scale, STRIDE_QK=q.stride(0),
@@ -90,3 +91,8 @@ def split_heads(qkv: Tensor, num_heads: int, num_tokens: int) -> tuple[Tensor, T
     """Views of q, k and v, each (B, h, T, d), of qkv (M, 3hd)."""
     q, k, v = qkv.view(len(qkv) // num_tokens, num_tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
     return q, k, v
+
+
+def merge_heads(x_BhTd: Tensor) -> Tensor:
+    """(B, h, T, d) -> (M, hd), without a copy if the tokens are the rows in memory."""
+    return x_BhTd.transpose(1, 2).reshape(-1, x_BhTd.shape[1] * x_BhTd.shape[3])

@@ -25,6 +25,7 @@ from vitral.models.vit import PatchEmbedding, ViT
 from vitral.utils.progress import LogFn
 
 BLOCK_M, BLOCK_K = 128, 64  # patches per program, and values of a patch per step
+SMALL_BLOCK_M, SMALL_BLOCK_N, MIN_PROGRAMS = 32, 64, 132  # smaller blocks if there were fewer programs than SMs
 MIN_PADDED_VALUES = 4 * BLOCK_K  # larger patches may have any size, such as 3·14²; the last step is padded with zeros
 EMBEDDING_PARAMETERS = ("patch_embedding.", "class_token.", "position_embedding.", "registers")  # name prefixes
 EMBEDDING_TOLERANCE = 0.02  # relative error of tokens and gradients: bf16 rounding
@@ -189,11 +190,13 @@ def embed_patches(
     tokens = weight_DK.new_empty(B, num_prefix + N, D)
     if num_prefix:
         tokens[:, :num_prefix] = prefix_FD
-    block_n = min(D & -D, 128)  # a power of two that divides D
-    launch(kernels.embed_patches_kernel, (D // block_n, triton.cdiv(B * N, BLOCK_M)))(
+    block_m, block_n = BLOCK_M, min(D & -D, 128)  # a power of two that divides D
+    if triton.cdiv(B * N, block_m) * (D // block_n) < MIN_PROGRAMS:
+        block_m, block_n = SMALL_BLOCK_M, min(block_n, SMALL_BLOCK_N)
+    launch(kernels.embed_patches_kernel, (D // block_n, triton.cdiv(B * N, block_m)))(
         images_BCHW.contiguous(), *(scale_shift or (None, None)), weight_DK, patch_offsets_ND, tokens, B * N,
         CHANNELS=C, HEIGHT=H, WIDTH=W, PATCH=patch_size, DIM=D, NUM_PREFIX=num_prefix,
-        NORMALISE=scale_shift is not None, BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=BLOCK_K, NUM_STAGES=3, num_warps=4,
+        NORMALISE=scale_shift is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, NUM_STAGES=3, num_warps=4,
     )  # fmt: skip
     return tokens
 

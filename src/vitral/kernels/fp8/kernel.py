@@ -87,26 +87,32 @@ def quantize_with_scales_kernel(
 
 @triton.jit
 def quantize_and_sum_kernel(
-    x_ptr, out_ptr, scale_ptr, partial_sum_ptr, num_rows,
+    x_ptrs, out_ptr, scale_ptr, partial_sum_ptr, num_rows,
     NUM_COLS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SUM: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """out = fp8(x / scale) with scale = |row| / 448, and partial_sum = sum of x over this program's rows.
 
-    Reads x (num_rows, NUM_COLS) bf16 once, as NUM_BLOCKS blocks of columns held in registers. Writes out
-    (num_rows, NUM_COLS) e4m3 and scale (num_rows,) fp32 if FP8, partial_sum (num_programs, NUM_COLS) fp32 if SUM.
+    x (num_rows, NUM_COLS) bf16 consists of matrices of equal width side by side, x_ptrs. It is read once, as NUM_BLOCKS
+    blocks of columns held in registers. Writes out (num_rows, NUM_COLS) e4m3 and scale (num_rows,) fp32 if FP8,
+    partial_sum (num_programs, NUM_COLS) fp32 if SUM.
     """
+    NUM_PARTS: tl.constexpr = len(x_ptrs)
+    PART_COLS: tl.constexpr = NUM_COLS // NUM_PARTS
+    BLOCKS_PER_PART: tl.constexpr = NUM_BLOCKS // NUM_PARTS
     cols = tl.arange(0, BLOCK_COLS)
     acc = ()
     for _ in tl.static_range(NUM_BLOCKS):
         acc += (tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32),)
     for row_block in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(0)):
         rows = (row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-        offsets = rows[:, None] * NUM_COLS + cols[None, :]
         x = ()
         for block in tl.static_range(NUM_BLOCKS):
-            mask = (rows < num_rows)[:, None] & (block * BLOCK_COLS + cols < NUM_COLS)[None, :]
-            x += (tl.load(x_ptr + offsets + block * BLOCK_COLS, mask, 0.0),)
+            part_cols = block % BLOCKS_PER_PART * BLOCK_COLS + cols
+            mask = (rows < num_rows)[:, None] & (part_cols < PART_COLS)[None, :]
+            x += (
+                tl.load(x_ptrs[block // BLOCKS_PER_PART] + rows[:, None] * PART_COLS + part_cols[None, :], mask, 0.0),
+            )
         if SUM:
             new_acc = ()
             for block in tl.static_range(NUM_BLOCKS):
@@ -120,6 +126,7 @@ def quantize_and_sum_kernel(
             scale = tl.maximum(tl.sqrt(tl.sum(squares, axis=1)), 1e-12) / FP8_MAX
             tl.store(scale_ptr + rows, scale, rows < num_rows)
             inv_scale = (1.0 / scale)[:, None]
+            offsets = rows[:, None] * NUM_COLS + cols[None, :]
             for block in tl.static_range(NUM_BLOCKS):
                 mask = (rows < num_rows)[:, None] & (block * BLOCK_COLS + cols < NUM_COLS)[None, :]
                 y = (x[block].to(tl.float32) * inv_scale).to(tl.float8e4nv)

@@ -73,21 +73,26 @@ def quantize_with_scales(matrix: Tensor, scales: Tensor, out: Tensor) -> None:
         )
 
 
-def quantize_and_sum(x: Tensor, sum_rows: bool, fp8: bool, sums: ColumnSums) -> tuple[Tensor | None, Fp8Tensor | None]:
+def quantize_and_sum(
+    parts: tuple[Tensor, ...], sum_rows: bool, fp8: bool, sums: ColumnSums
+) -> tuple[Tensor | None, Fp8Tensor | None]:
     """Sum over the rows of x (available after `sums.compute()`) and x as FP8; each is None if not requested.
 
-    The row norms of the FP8 tensor are not set.
+    x consists of matrices of equal width side by side. The row norms of the FP8 tensor are not set.
     """
     if not (sum_rows or fp8):
         return None, None
-    (M, N), x_fp8 = x.shape, empty_fp8(x) if fp8 else None
+    if parts[0].shape[1] % 64:  # a block of columns would cross two of them
+        parts = (torch.cat(parts, dim=1),)
+    M, part_cols = parts[0].shape
+    N, x_fp8 = len(parts) * part_cols, empty_fp8(parts[0], len(parts) * part_cols) if fp8 else None
     block_rows, num_warps = (2 if N < 2048 else 1, triton.next_power_of_2(triton.cdiv(N, 3072))) if fp8 else (1, 4)
-    block_cols = min(N & -N, 1024) if N % 64 == 0 else 128
+    block_cols = min(part_cols & -part_cols, 1024) if part_cols % 64 == 0 else 128
     num_programs = num_partial_sums(M, block_rows)
-    partial_sums = x.new_empty(num_programs, N, dtype=torch.float32) if sum_rows else None
+    partial_sums = parts[0].new_empty(num_programs, N, dtype=torch.float32) if sum_rows else None
     launch(kernels.quantize_and_sum_kernel, (num_programs,))(
-        x, *pointers(x_fp8)[:2], partial_sums, M,
-        NUM_COLS=N, NUM_BLOCKS=triton.cdiv(N, block_cols), BLOCK_COLS=block_cols, BLOCK_ROWS=block_rows,
-        SUM=sum_rows, FP8=fp8, num_warps=max(block_rows, num_warps),
+        parts, *pointers(x_fp8)[:2], partial_sums, M,
+        NUM_COLS=N, NUM_BLOCKS=len(parts) * triton.cdiv(part_cols, block_cols), BLOCK_COLS=block_cols,
+        BLOCK_ROWS=block_rows, SUM=sum_rows, FP8=fp8, num_warps=max(block_rows, num_warps),
     )  # fmt: skip
     return None if partial_sums is None else sums.add(partial_sums), x_fp8
