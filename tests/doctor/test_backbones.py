@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,6 +147,13 @@ def test_without_the_hub_the_cache_is_used_or_the_error_names_what_is_possible(
         find(SMALL)
     assert f"hf download {SMALL.repository}" in error.value.hint
     assert "--init-from FILE" in error.value.hint
+
+
+def test_without_huggingface_hub_the_error_names_the_install_command(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(VitralError, match="require huggingface_hub") as error:
+        find(SMALL, TINY)
+    assert error.value.hint.startswith("pip install 'vitral[hub]'. Without it: --init-from FILE")
 
 
 def test_train_and_doctor_choose_the_same_checkpoint(

@@ -29,10 +29,11 @@ from vitral.recipes.options import parse_duration
 from vitral.recipes.schema import DataConfig, Recipe
 from vitral.training.setup import with_preset
 from vitral.utils.progress import format_duration
-from vitral.weights.hub import SCHEME, HubUnreachable, is_cached, model_info
+from vitral.weights.hub import INSTALL_COMMAND, SCHEME, HubLibraryMissing, HubUnreachable, is_cached, model_info
 
 PERMISSIVE_LICENSES = {"apache-2.0": "Apache-2.0", "mit": "MIT", "bsd-3-clause": "BSD-3-Clause"}
 CATALOGUE_LICENSE = "apache-2.0"  # of all BACKBONES
+WITHOUT_THE_HUB = "--init-from FILE, or train from scratch by omitting --init-from"
 DEFAULT_BUDGET = 30 * 60.0  # seconds of training without --time-limit
 MAX_MEMORY = 0.8  # share of the memory that training may need
 SAMPLED_IMAGES = 100  # images whose size is read
@@ -188,6 +189,11 @@ def find_checkpoint(candidates: Sequence[AffordableBackbone], data: DataFacts, b
     for backbone, seconds in candidates:
         try:
             info = model_info(backbone.repository)
+        except HubLibraryMissing as error:
+            raise VitralError(
+                "checkpoints from the Hugging Face Hub require huggingface_hub",
+                f"{INSTALL_COMMAND}. Without it: {WITHOUT_THE_HUB}",
+            ) from error
         except HubUnreachable as error:
             return _cached_checkpoint(candidates, data, budget, error)
         except VitralError as error:
@@ -218,7 +224,7 @@ def _cached_checkpoint(
         raise VitralError(
             f"the hub is unreachable and {best.repository}, which suits these images, is not in the cache",
             f"With a network: hf download {best.repository}, then --init-from {SCHEME}{best.repository}. Without: "
-            "--init-from FILE, or train from scratch by omitting --init-from",
+            f"{WITHOUT_THE_HUB}",
         ) from error
     backbone, seconds = cached
     return BackboneChoice(

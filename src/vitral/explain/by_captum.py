@@ -18,7 +18,7 @@ def captum() -> Any:
     try:
         import captum.attr
     except ImportError as error:
-        raise VitralError("this method needs captum", "pip install 'vitral[explain]'") from error
+        raise VitralError("this method requires captum", "pip install 'vitral[explain]'") from error
     return captum.attr
 
 

@@ -26,7 +26,12 @@ WEIGHT_PATTERNS = (
 )
 
 
+INSTALL_COMMAND = "pip install 'vitral[hub]'"
 INFO_TIMEOUT = 10.0  # seconds for the description of a model
+
+
+class HubLibraryMissing(VitralError):
+    """huggingface_hub is not installed."""
 
 
 class HubUnreachable(VitralError):
@@ -132,8 +137,8 @@ def upload(folder: Path, repository: str, *, private: bool = False, revision: st
     return str(url)
 
 
-def _missing_library_error(source: str) -> VitralError:
-    return VitralError(f"{source} needs huggingface_hub", "Install it with: pip install 'vitral[hub]'")
+def _missing_library_error(source: str) -> HubLibraryMissing:
+    return HubLibraryMissing(f"{source} requires huggingface_hub", INSTALL_COMMAND)
 
 
 def _class_names(error: Exception) -> set[str]:

@@ -63,7 +63,7 @@ def serve(args: ServeArgs) -> int:
     try:
         from vitral.serve.server import serve as run_server
     except ModuleNotFoundError as error:
-        raise VitralError(f"vitral serve needs {error.name}", "pip install 'vitral[serve]'") from error
+        raise VitralError(f"vitral serve requires {error.name}", "pip install 'vitral[serve]'") from error
     default_log: Literal["text", "json"] = "text" if sys.stderr.isatty() else "json"
     run_server(
         args.models,

@@ -51,7 +51,7 @@ def print_result(console: Console, result: CrossValidation, folder: Path) -> Non
         f"{'':<20}{INTERVAL_NOTE}",
     ]
     if result.pooled.is_imbalanced:
-        lines += [class_accuracy_text(result.pooled), *(f"                {note}" for note in result.notes)]
+        lines += [class_accuracy_text(result.pooled, 20), *(f"{'':20}{note}" for note in result.notes)]
     lines += [*test_lines(result.test), f"\nMost confused       {confused or 'none'}"]
     lines += [
         f"Predictions         {folder / 'out_of_fold.csv'}  (the least probable labels first: look for wrong ones)",

@@ -69,7 +69,8 @@ def print_evaluation(report: EvaluationReport, full: bool, allow_leak: bool = Fa
     if report.prediction_sets is not None:
         console.print("\n" + escape(prediction_sets_text(report.prediction_sets)), soft_wrap=True)
         if report.split == "validation":
-            console.print("  The sets were fitted on these images, so this is not a measurement of their coverage.")
+            message = "The sets were fitted on these images, so this is not a measurement of their coverage."
+            console.print(f"  {message}", soft_wrap=True)
     if report.ood is not None:
         print_ood(report.ood, console)
     if report.robustness is not None:

@@ -24,7 +24,8 @@ def print_regression(report: RegressionReport, allow_leak: bool = False) -> None
     if report.fitted_images:
         console.print(f"\nPrediction intervals were fitted on {report.fitted_images:,} validation images.")
         if report.split == "validation":
-            console.print("They were fitted on these images, so this is not a measurement of their coverage.")
+            message = "They were fitted on these images, so this is not a measurement of their coverage."
+            console.print(message, soft_wrap=True)
     if report.engine:
         console.print(f"Engine: {report.engine['name']}")
 

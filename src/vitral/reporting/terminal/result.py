@@ -44,22 +44,23 @@ def print_result(
 
 
 def classification_lines(report: EvaluationReport, dataset: Dataset) -> list[str]:
+    title = f"{report.split.capitalize()} accuracy   "
     confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in report.most_confused(3))
     lines = [
-        f"\n{report.split.capitalize()} accuracy   {report.headline.accuracy.percent()}, {report.images:,} images",
-        *no_test_lines(report, 16, "the epoch was"),
-        *(f"                {sentence}" for sentence in report.tta_sentences()),
+        f"\n{title}{report.headline.accuracy.percent()}, {report.images:,} images",
+        *no_test_lines(report, len(title), "the epoch was"),
+        *(f"{'':{len(title)}}{sentence}" for sentence in report.tta_sentences()),
     ]
     if report.is_imbalanced or training_imbalance(dataset) is not None:
-        lines.append(class_accuracy_text(report))
+        lines.append(class_accuracy_text(report, len(title)))
     return [*lines, f"\nMost confused     {confused or 'none'}"]
 
 
-def class_accuracy_text(report: EvaluationReport) -> str:
+def class_accuracy_text(report: EvaluationReport, width: int) -> str:
     """Balanced accuracy and worst class, which the accuracy on imbalanced classes hides."""
     worst = report.worst_class
     return (
-        f"Balanced        {report.headline.balanced_accuracy.percent()}, the mean over the classes; worst: "
+        f"{'Balanced':<{width}}{report.headline.balanced_accuracy.percent()}, the mean over the classes; worst: "
         f"{worst.name} {report.worst_recall.value:.2%} of {worst.support:,} images"
     )
 
@@ -67,10 +68,12 @@ def class_accuracy_text(report: EvaluationReport) -> str:
 def multilabel_lines(report: MultiLabelReport) -> list[str]:
     precisions = [(label.average_precision, label.name) for label in report.per_class]
     worst = sorted((ap.value, name) for ap, name in precisions if ap is not None)[:3]
+    title = f"{report.split.capitalize()} mAP   "
+    fitted = f"at thresholds fitted on the {report.calibrated_on} images"
     return [
-        f"\n{report.split.capitalize()} mAP   {report.mean_average_precision.percent()}, {report.images:,} images",
-        f"Micro F1   {report.micro_f1.percent()}, at thresholds fitted on the {report.calibrated_on} images",
-        *no_test_lines(report, 11, "the epoch and the thresholds were"),
+        f"\n{title}{report.mean_average_precision.percent()}, {report.images:,} images",
+        f"{'Micro F1':<{len(title)}}{report.micro_f1.percent()}, {fitted}",
+        *no_test_lines(report, len(title), "the epoch and the thresholds were"),
         f"\nWeakest labels    {', '.join(f'{name} (AP {value:.1%})' for value, name in worst) or 'none'}",
         f"Often together    {pairs_text(report) or 'none'}",
     ]
