@@ -245,6 +245,13 @@ def test_loading_twice_gives_the_same_predictions(rgb_predictor: Predictor) -> N
     assert repr(again) == f"Predictor('{rgb_predictor.path}', 6 classes, 16×24 pixels, trained on 'nothing')"
 
 
+def test_repr_of_a_prediction_shows_what_was_predicted() -> None:
+    label = Label(name="ant", probability=0.75)
+    assert repr(label) == "Label(name='ant', probability=0.75)"
+    prediction = Prediction(source="a.png", labels=(label,), engine="fp32")
+    assert repr(prediction) == f"Prediction(source='a.png', labels=({label!r},), engine='fp32')"
+
+
 def test_evaluate_converts_images_and_counts_correct_predictions(rgb_predictor: Predictor) -> None:
     photos = [smooth_photo(seed, 16, 24) for seed in range(12)]
     images = torch.stack([torch.from_numpy(np.array(photo)).permute(2, 0, 1) for photo in photos])

@@ -204,7 +204,9 @@ def test_probe_evaluates_features_without_training(source, photos, tmp_path, cap
 def test_embed_writes_the_input_of_the_head(source, photos, tmp_path, capsys):
     (photos / "red" / "broken.png").write_text("not an image")
     assert run_command("embed", source, photos / "red", "--out", tmp_path / "features.npy") == 1
-    assert "broken.png: not an image" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "broken.png: not an image" in printed.err
+    assert f"file names in {tmp_path}/features.names.txt" in printed.out
     features = np.load(tmp_path / "features.npy")
     names = (tmp_path / "features.names.txt").read_text().splitlines()
     model = vitral.load(source)

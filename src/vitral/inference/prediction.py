@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast, overload
 
 from vitral.data.files.walk import SkippedFile
 from vitral.errors import VitralError, truncate_list
@@ -30,8 +30,17 @@ CSV_COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Label:
+class ShortRepr:
+    """A dataclass whose `repr` leaves out the fields that have their default values."""
+
+    def __repr__(self) -> str:
+        values = ((f.name, getattr(self, f.name), f.default) for f in fields(cast(Any, self)))
+        shown = ", ".join(f"{name}={value!r}" for name, value, default in values if value != default)
+        return f"{type(self).__name__}({shown})"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Label(ShortRepr):
     """A class with its probability."""
 
     name: str
@@ -75,8 +84,8 @@ class TargetValue:
         return f"{self.name} {value} ({100 * self.coverage:.4g}%: {low} to {high})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Prediction(ShortRepr):
     """Ranked labels of one image, or its values for a regression, or the reason why it could not be read."""
 
     source: str  # file name, or "image" for images passed in memory

@@ -24,7 +24,10 @@ from vitral.cli.parsing import Command, argument, option, required_option
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedArgs:
-    """Write one feature vector per image: the input of the classification head."""
+    """Write one feature vector per image: the input of the classification head.
+
+    .parquet and .csv contain the file names; those of features.npy are written to features.names.txt, one per line.
+    """
 
     model: str = argument(MODEL_HELP)
     files: tuple[Path, ...] = argument("image files and folders")
@@ -39,13 +42,15 @@ def embed(args: EmbedArgs) -> int:
     check_inputs(args.model, images=args.files)
     check_output(args.out)
     from vitral import api
+    from vitral.reporting.feature_files import names_path
 
     with status_line("Computing features"):
         predictor = load_model(args.model, args.checkpoint, engine=args.engine)
         count, errors, _ = api.embed(predictor, find_image_files(args.files), args.out)
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
-    print(f"Wrote {args.out} ({count:,} {'image' if count == 1 else 'images'})")
+    names = f", file names in {names_path(args.out)}" if args.out.suffix.lower() == ".npy" else ""
+    print(f"Wrote {args.out} ({count:,} {'image' if count == 1 else 'images'}){names}")
     return exit_status(len(errors), count + len(errors))
 
 
