@@ -49,6 +49,10 @@ def test_help_shows_the_values_of_the_recipe(
     assert (shown_default(out, "--epochs INT"), shown_default(out, "--optim.lr FLOAT")) == (epochs, lr)
 
 
+def test_help_shows_a_pair_of_values_as_it_is_typed(command: Command) -> None:
+    assert shown_default(command("train", "photos/", "--help")[1], "--model.image-size") == "128 128"
+
+
 def test_help_without_data_says_which_recipe_decides(command: Command) -> None:
     _, out, _ = command("train", "--help")
     assert "folder-finetune with --init-from" in " ".join(out.split())

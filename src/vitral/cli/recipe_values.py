@@ -46,7 +46,7 @@ def recipe_values(name: str) -> dict[str, Any]:
         return flatten(read_recipe_values(Path(name)))
     if name not in builtin_values():
         raise unknown_name_error("recipe", name, builtin_values())
-    return builtin_values()[name]
+    return flatten(builtin_values()[name])
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
