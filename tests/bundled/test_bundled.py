@@ -234,6 +234,13 @@ def test_local_folder_without_a_model_mentions_the_bundled_one(empty_cwd):
     ("arguments", "what", "hint"),
     [
         (["predict", "mnits", "x.png"], "no run or model folder mnits", "Did you mean 'mnist'? Bundled models: "),
+        (["predict", "vit_base_patch16_224", "x.png"], "no run or model folder vit_base", "hub, such as hf:timm/vit_"),
+        (["predict", "timm/vit_base_patch16_224", "x.png"], "no run or model folder timm", "hub, such as hf:timm/vit_"),
+        (
+            ["predict", "google/vit-base", "x.png"],
+            "no run or model folder google",
+            "hub: hf:google/vit-base. Create one",
+        ),
         (["serve", "mnits"], "no run or model folder mnits", "Bundled models: "),
         (["evaluate", "bundled:mnits"], "no bundled model named 'mnits'. Did you mean 'mnist'?", "Available: "),
         (["models", "show", "mnits"], "no bundled model named 'mnits'. Did you mean 'mnist'?", "Available: "),

@@ -44,6 +44,10 @@ def test_python_m_vitral_is_the_command():
     ("words", "what", "hint"),
     [
         (["trian", "mnist"], "no command 'trian'. Did you mean 'train'?", "Commands: demo, doctor, train"),
+        (["finetune", "x"], "no command 'finetune'. Did you mean 'train DATA --init-from MODEL'?", "Commands: demo"),
+        (["train", "digits", "--pretrained"], "no flag '--pretrained'. Did you mean '--init-from'?", "train --help"),
+        (["train", "digits", "--img-size", "8"], "'--img-size'. Did you mean '--model.image-size'?", "train --help"),
+        (["predict", "mnist", "--output", "x"], "no flag '--output'. Did you mean '--out'?", "predict --help"),
         (["data", "ftech"], "no command 'data ftech'. Did you mean 'fetch'?", "Commands of vitral data: list, fetch"),
         (["train", "cifar01"], "named 'cifar01'. Did you mean 'cifar10'?", "digits"),
         (["train"], "", "digits"),

@@ -153,7 +153,7 @@ def test_without_huggingface_hub_the_error_names_the_install_command(hub: Hub, m
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(VitralError, match="require huggingface_hub") as error:
         find(SMALL, TINY)
-    assert error.value.hint.startswith("pip install 'vitral[hub]'. Without it: --init-from FILE")
+    assert error.value.hint.startswith("pip install 'vitral[hub]', then --init-from hf:")
 
 
 def test_train_and_doctor_choose_the_same_checkpoint(

@@ -7,12 +7,16 @@ name exists, `bundled:mnist` always. Importing this module does not import torch
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 from vitral.errors import did_you_mean, unknown_name_error
 
 PREFIX = "bundled:"
 BUNDLED_DIR = Path(__file__).parent
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+TIMM_NAME = re.compile(r"(timm/)?(vit|deit3?|beit|eva02|flexivit|samvit)_[\w.]+")
+TIMM_EXAMPLE = "hf:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
 
 def model_names() -> tuple[str, ...]:
@@ -38,11 +42,19 @@ def shadowing_notes(source: Path | str) -> tuple[str, ...]:
 
 
 def missing_model_hint(source: Path | str = "", other_hint: str = "") -> str:
-    """The hint for a model that does not exist: the bundled models, unless `source` is a path, then `other_hint`."""
+    """The hint for a model that does not exist: the bundled models, unless `source` is a path, then `other_hint`.
+
+    Names on the Hugging Face hub, and those of timm, lack their prefix.
+    """
     text = str(source)
     suggestion = did_you_mean(text, model_names()).removeprefix(". ")
     bundled_hint = "" if "/" in text else f"{suggestion} Bundled models: {', '.join(model_names())}".strip()
-    return ". ".join(filter(None, (bundled_hint, other_hint)))
+    hub_hint = ""
+    if TIMM_NAME.fullmatch(text):
+        hub_hint = f"timm's models have their full names on the Hugging Face hub, such as {TIMM_EXAMPLE}"
+    elif HUB_NAME.fullmatch(text) and not Path(text).parent.exists():
+        hub_hint = f"On the Hugging Face hub: hf:{text}"
+    return ". ".join(filter(None, (hub_hint, bundled_hint, other_hint)))
 
 
 def bundled_name(path: Path | str) -> str | None:

@@ -67,6 +67,21 @@ COMMAND_GROUPS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("completion", "bash|zsh|fish", "print a shell completion script"),
     ),
 }
+# what other tools call them
+COMMANDS_ELSEWHERE = {
+    "benchmark": "bench",
+    "classify": "predict",
+    "fine-tune": "train DATA --init-from MODEL",
+    "finetune": "train DATA --init-from MODEL",
+    "fit": "train",
+    "infer": "predict",
+    "inference": "predict",
+    "resume": "train --resume RUN",
+    "test": "evaluate",
+    "val": "evaluate",
+    "validate": "evaluate",
+    "visualize": "explain",
+}
 COMMANDS = tuple(name for commands in COMMAND_GROUPS.values() for name, _, _ in commands)
 
 
@@ -115,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_command(words: Sequence[str]) -> int:
     """Run `words[0]` with the other words and return its exit status."""
     if words[0] not in COMMANDS:
-        suggestion = did_you_mean(words[0], COMMANDS)
+        command = COMMANDS_ELSEWHERE.get(words[0])
+        suggestion = f". Did you mean '{command}'?" if command else did_you_mean(words[0], COMMANDS)
         raise VitralError(f"no command '{words[0]}'{suggestion}", f"Commands: {', '.join(COMMANDS)}")
     if any(re.fullmatch(r"(--[\w.-]+=)?", word) for word in words):
         raise VitralError("an argument is empty", "Check whether a shell variable in the command is unset")

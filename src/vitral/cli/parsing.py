@@ -339,15 +339,29 @@ def _convert_one(flag: Flag, word: str) -> Any:
 
 
 def _suggest_flag(name: str, flag_names: Sequence[str]) -> str:
-    """Prefer a nested flag with the same last part (--lr: --optim.lr), then a completion, then the closest spelling."""
+    """Suggest a nested flag with the same last part (--lr: --optim.lr), what other tools call so, or a similar name."""
     if name in REPLACED_FLAGS:
         return f". {REPLACED_FLAGS[name]}"
+    elsewhere = [flag for flag in FLAGS_ELSEWHERE.get(name, ()) if flag in flag_names]
     same_last_part = [flag for flag in flag_names if flag.endswith(f".{name.lstrip('-')}")]
     completions = [flag for flag in flag_names if flag.startswith(name) and name != "--"]
-    suggestions = same_last_part or completions
+    suggestions = same_last_part or elsewhere or completions
     return f". Did you mean '{suggestions[0]}'?" if suggestions else did_you_mean(name, flag_names)
 
 
+FLAGS_ELSEWHERE = {  # names in other tools
+    "--amp": ("--precision",),
+    "--arch": ("--preset",),
+    "--checkpoint": ("--init-from",),
+    "--img-size": ("--model.image-size", "--image-size"),
+    "--model": ("--preset",),
+    "--opt": ("--optim.name",),
+    "--output": ("--out",),
+    "--output-dir": ("--out",),
+    "--pretrained": ("--init-from",),
+    "--sched": ("--optim.schedule",),
+    "--weights": ("--init-from",),
+}
 REPLACED_FLAGS = {
     "--freeze": "It was replaced by --tune: --tune head trains only the head, --tune last-N the last N blocks too"
 }

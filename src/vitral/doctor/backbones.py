@@ -192,7 +192,7 @@ def find_checkpoint(candidates: Sequence[AffordableBackbone], data: DataFacts, b
         except HubLibraryMissing as error:
             raise VitralError(
                 "checkpoints from the Hugging Face Hub require huggingface_hub",
-                f"{INSTALL_COMMAND}. Without it: {WITHOUT_THE_HUB}",
+                f"{INSTALL_COMMAND}, then --init-from {SCHEME}{backbone.repository}. Without: {WITHOUT_THE_HUB}",
             ) from error
         except HubUnreachable as error:
             return _cached_checkpoint(candidates, data, budget, error)
