@@ -142,7 +142,9 @@ def test_train_errors_create_no_run(words, message, photos, tmp_path, capsys, mo
 def test_too_few_images_for_validation_create_no_run(tmp_path, capsys):
     for name in ("ants", "bees"):
         save_photo(tmp_path / "few" / name / "0.png", (200, 90, 60), 0)
-    assert "no validation images" in refused(capsys, "train", str(tmp_path / "few"), "--out", str(tmp_path / "run"))
+    message = refused(capsys, "train", str(tmp_path / "few"), "--out", str(tmp_path / "run"))
+    assert "no validation images" in message
+    assert "or train without: --data.validation 0" in message
     assert not (tmp_path / "run").exists()
 
 

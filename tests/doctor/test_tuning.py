@@ -42,6 +42,7 @@ def gpu(cpu: Hardware, gib: float) -> Hardware:
 @pytest.mark.parametrize(
     ("num_train", "gib", "tune", "reason"),
     [
+        (10, 80, "lora", "with 1 image per class, training all weights usually overfits"),
         (50, 80, "lora", "with 5 images per class, training all weights usually overfits"),
         (5_000, 80, "full", "500 images per class are enough to train all weights, and they fit this GPU"),
         (5_000, 3, "last-4", "this GPU has 3 GiB"),

@@ -40,7 +40,8 @@ def advise_tuning(recipe: Recipe, num_train: int, hardware: Hardware) -> TuningA
             "frozen first blocks keep no activations, which take most of the memory",
         )
     if per_class < FEW_PER_CLASS:
-        return TuningAdvice("lora", f"with {per_class:.0f} images per class, training all weights usually overfits")
+        count = f"{per_class:.0f} image{'s' if round(per_class) != 1 else ''}"
+        return TuningAdvice("lora", f"with {count} per class, training all weights usually overfits")
     if available is None:
         return TuningAdvice(
             "full",

@@ -587,12 +587,13 @@ def describe_single_step_epochs(batch_size: int, num_images: int, min_batch_size
 
 def check_splits(recipe: Recipe, dataset: Dataset) -> None:
     """Refuse a dataset without training images, or without the validation images that the recipe needs."""
-    for name, split, is_needed in (
-        ("training", dataset.train, True),
-        ("validation", dataset.validation, recipe.data.validation > 0 and recipe.data.fold != "all"),
-    ):
-        if is_needed and not len(split):
-            raise VitralError(f"{dataset.name} has no {name} images", "Change --data.validation")
+    if not len(dataset.train):
+        raise VitralError(f"{dataset.name} has no training images", "Add images, or hold out fewer")
+    if not len(dataset.validation) and recipe.data.validation > 0 and recipe.data.fold != "all":
+        raise VitralError(
+            f"{dataset.name} has no validation images",
+            "Add images (copies are never split), raise --data.validation, or train without: --data.validation 0",
+        )
     if recipe.patience and not len(dataset.validation):
         raise VitralError(
             f"--patience {recipe.patience} needs validation images, but {dataset.name} has none",
