@@ -191,11 +191,11 @@ def test_duplicate_search_is_cached_until_a_file_changes(scenes, tmp_path, monke
         image.save(tmp_path / "photos" / "ab"[index % 2] / f"{index}.png")
     searches = []
 
-    def counted(files, *_):
-        searches.append(len(files))
-        return duplicate_groups(files)
+    def counted(locations, *_):
+        searches.append(len(locations))
+        return duplicate_groups(locations)
 
-    monkeypatch.setattr("vitral.data.files.folders.duplicate_groups", counted)
+    monkeypatch.setattr("vitral.data.files.duplicates.duplicate_groups", counted)
     list_folder(tmp_path / "photos", validation=0.25)
     list_folder(tmp_path / "photos", validation=0.25)
     assert searches == [8]
@@ -208,7 +208,7 @@ def test_duplicates_are_not_searched_if_nothing_is_held_out(scenes, tmp_path, mo
     for index, image in enumerate(scenes[:4]):
         (tmp_path / "ab"[index % 2]).mkdir(exist_ok=True)
         image.save(tmp_path / "ab"[index % 2] / f"{index}.png")
-    monkeypatch.setattr("vitral.data.files.folders.duplicate_groups", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr("vitral.data.files.duplicates.duplicate_groups", lambda *_: pytest.fail("searched"))
     listing = list_folder(tmp_path, validation=0.0)
     assert (len(listing.splits["train"]), len(listing.splits["validation"])) == (4, 0)
 

@@ -16,7 +16,9 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitral.data.decode import ImageDecodeError
+from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.fingerprints import ImageFingerprints, ReportProgress
 from vitral.data.files.image_fingerprint import THUMBNAIL_SIZE, Array, decode_small, thumbnail
 from vitral.data.files.location import ImageLocation
+from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import irregular_file_kind
+from vitral.data.progress_bars import progress_bars
+from vitral.data.registry.cache import cache_dir
 from vitral.device.cpu import available_cpus
+from vitral.errors import VitralError
 
 MIN_SIGNATURE_SIMILARITY = 0.72  # of candidate pairs; different photographs reached 0.73
 MIN_CORRELATION = 0.95  # of copies; different photographs reached 0.89
@@ -151,11 +158,27 @@ def connected_groups(count: int, pairs: Array) -> Array:
     return group
 
 
-def duplicate_groups(files: Sequence[Path], report_progress: ReportProgress = lambda done, total: None) -> Array:
-    """For each file the lowest index among its exact and near duplicates."""
-    exact = [(group[0], other) for group in exact_groups(files) for other in group[1:]]
-    near = near_duplicate_pairs(thumbnails([ImageLocation(str(file)) for file in files], report_progress))
-    return connected_groups(len(files), np.concatenate([near, np.array(exact).reshape(-1, 2)]))
+def duplicate_groups(
+    locations: Sequence[ImageLocation], report_progress: ReportProgress = lambda done, total: None
+) -> Array:
+    """For each image the lowest index among its near duplicates and, of whole files, exact duplicates."""
+    files = [Path(location.path) for location in locations if location.size < 0]
+    groups = exact_groups(files) if len(files) == len(locations) else []
+    exact = [(group[0], other) for group in groups for other in group[1:]]
+    near = near_duplicate_pairs(thumbnails(locations, report_progress))
+    return connected_groups(len(locations), np.concatenate([near, np.array(exact).reshape(-1, 2)]))
+
+
+def cached_duplicate_groups(locations: Sequence[ImageLocation], *, progress: bool = False) -> Array:
+    """The groups of local images; cached until a file changes."""
+    cached = cache_dir() / "copies" / f"{fingerprint(locations)}.json"
+    if (content := read_cached_json(cached)) is not None and len(content["groups"]) == len(locations):
+        return np.array(content["groups"], dtype=np.int64)
+    with progress_bars(progress, "images") as report_progress:
+        groups = duplicate_groups(locations, partial(report_progress, "finding duplicates"))
+    with suppress(OSError, VitralError):  # without the cache, duplicates are searched again next time
+        write_checked_json(cached, {"groups": groups.tolist()})
+    return groups
 
 
 def _normalised_crops(images_PCHW: Tensor) -> Tensor:

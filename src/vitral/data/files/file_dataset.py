@@ -119,7 +119,7 @@ def list_images(
     if exclude:
         raise VitralError(f"--exclude names files, but {path} are shards", "Write the shards without these images")
     check_single_label(str(path), label_options)
-    return list_shards(str(path), validation, test_split, fold)
+    return list_shards(str(path), validation, progress, test_split, fold)
 
 
 def storage_preprocessing(preprocessing: Preprocessing) -> Preprocessing:

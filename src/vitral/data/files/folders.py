@@ -11,25 +11,17 @@ which files are images.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from vitral.data.files.checked_json import read_cached_json, write_checked_json
 from vitral.data.files.csv_list import CsvList, LabelledFiles, read_csv_list
-from vitral.data.files.duplicates import duplicate_groups
+from vitral.data.files.duplicates import cached_duplicate_groups
 from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_missing_splits, make_listing
 from vitral.data.files.location import ImageLocation
-from vitral.data.files.packed import fingerprint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
 from vitral.data.folds import Fold
 from vitral.data.names import LAYOUT_HINT
-from vitral.data.progress_bars import progress_bars
-from vitral.data.registry.cache import cache_dir
 from vitral.data.targets import DETECT_LABELS, LabelOptions
 from vitral.errors import VitralError, shell_quote, truncate_list
 
@@ -71,7 +63,7 @@ def list_folder(
         task=labelled.task,
         classes=labelled.classes,
     )
-    find_copies = partial(_cached_duplicate_groups, progress=progress)
+    find_copies = partial(cached_duplicate_groups, progress=progress)
     return hold_out_missing_splits(listing, validation, test_split, fold, find_copies)
 
 
@@ -102,19 +94,6 @@ def _sibling_classes(path: Path) -> list[str]:
     walk = ImageWalk()
     folders = walk.subfolders(path.parent) if path.name not in ("", "..") else []
     return [folder.name for folder in folders if any(True for _ in walk.images(folder, recursive=False))]
-
-
-def _cached_duplicate_groups(locations: Sequence[ImageLocation], *, progress: bool) -> np.ndarray[Any, Any]:
-    """Groups of duplicate files; cached until a file changes."""
-    cached = cache_dir() / "copies" / f"{fingerprint(locations)}.json"
-    if (content := read_cached_json(cached)) is not None and len(content["groups"]) == len(locations):
-        return np.array(content["groups"], dtype=np.int64)
-    with progress_bars(progress, "images") as report_progress:
-        files = [Path(location.path) for location in locations]
-        groups = duplicate_groups(files, partial(report_progress, "finding duplicates"))
-    with suppress(OSError, VitralError):  # without the cache, duplicates are searched again next time
-        write_checked_json(cached, {"groups": groups.tolist()})
-    return groups
 
 
 def _list_class_folders(path: Path) -> tuple[LabelledFiles, list[str]]:

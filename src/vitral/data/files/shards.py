@@ -15,13 +15,15 @@ import hashlib
 import re
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from vitral.data.files.checked_json import read_cached_json, write_checked_json
-from vitral.data.files.duplicates import connected_groups, near_duplicate_pairs, thumbnails
+from vitral.data.files.duplicates import cached_duplicate_groups
 from vitral.data.files.listing import (
     SPLIT_NAMES,
     DatasetListing,
@@ -46,7 +48,9 @@ LABEL_HINT = "Each image needs a label: a .cls, .txt or .json member with the na
 ShardEntry = tuple[int, int, str | None]  # offset, size and label of an image; None: it has no label
 
 
-def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: Fold | None = None) -> DatasetListing:
+def list_shards(
+    pattern: str, validation: float, progress: bool = False, test_split: float = 0.0, fold: Fold | None = None
+) -> DatasetListing:
     """List the images in the shards that match `pattern`.
 
     Splits come from the names of the shards. Without a validation split, the fraction `validation` is held out;
@@ -63,7 +67,7 @@ def list_shards(pattern: str, validation: float, test_split: float = 0.0, fold: 
     listing = make_listing(
         pattern, images, source=shards.source, hint=LABEL_HINT, state=shards.versions, class_key=_numbers_first
     )
-    return hold_out_missing_splits(listing, validation, test_split, fold, _duplicate_groups)
+    return hold_out_missing_splits(listing, validation, test_split, fold, partial(_duplicate_groups, progress=progress))
 
 
 class ShardIndices(NamedTuple):
@@ -129,7 +133,8 @@ def shard_index(shard: str, version: str) -> list[ShardEntry]:
             entries = list(_read_entries(file, shard))
     if not entries:
         raise VitralError(f"{shard} has no images", SHARD_HINT)
-    write_checked_json(cached, {"entries": entries})
+    with suppress(OSError, VitralError):  # without the cache, the shard is read again next time
+        write_checked_json(cached, {"entries": entries})
     return entries
 
 
@@ -183,8 +188,8 @@ def _numbers_first(name: str) -> tuple[int, int, str]:
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
 
 
-def _duplicate_groups(locations: Sequence[ImageLocation]) -> np.ndarray[Any, Any] | None:
+def _duplicate_groups(locations: Sequence[ImageLocation], *, progress: bool) -> np.ndarray[Any, Any] | None:
     """Groups of copies; None if they would have to be downloaded."""
     if any(is_url(location.path) for location in locations):
         return None
-    return connected_groups(len(locations), near_duplicate_pairs(thumbnails(locations)))
+    return cached_duplicate_groups(locations, progress=progress)
