@@ -67,6 +67,13 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         raise VitralError(f"cannot write {path}: {error.strerror or error}", hint) from error
 
 
+def is_writable(folder: Path) -> bool:
+    """Whether files can be written to a folder, or to the folder in which it would be created."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK)
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file or folder to disk. A rename survives a power failure only once its folder has been flushed."""
     if os.name == "posix":

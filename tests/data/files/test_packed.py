@@ -277,6 +277,14 @@ def test_damaged_index_is_written_again(photos, damage):
     assert read_index(pack) == index
 
 
+def test_a_read_only_cache_is_read(photos, monkeypatch):
+    expected = load_file_dataset(photos, PREPROCESSING)
+    monkeypatch.setattr(pack_writer, "is_writable", lambda folder: False)
+    monkeypatch.setattr(pack_writer, "file_lock", lambda path: pytest.fail("a lock would be written"))
+    dataset = load_file_dataset(photos, PREPROCESSING)
+    assert torch.equal(dataset.train.images[:], expected.train.images[:])
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_duplicate_groups_are_computed_again(tmp_path, damage, capsys):
     photos = save_class_folders(tmp_path / "photos", ("ants", "bees"), 10)

@@ -19,6 +19,7 @@ import vitral
 from support.damage import DAMAGES
 from support.photos import COLOURS, PREPROCESSING, noisy_image
 from vitral.data.decode import decode_image
+from vitral.data.files import duplicates
 from vitral.data.files.file_dataset import ReadOptions, load_file_dataset, storage_preprocessing
 from vitral.data.files.shards import list_shards, shard_index, shard_splits
 from vitral.data.names import is_file_dataset
@@ -117,6 +118,24 @@ def test_shard_index_is_cached(local_shards, monkeypatch):
     list_shards(str(local_shards / "train-{000..002}.tar"), 0.2)
     monkeypatch.setattr(tarfile, "open", lambda *_, **__: pytest.fail("read again"))
     list_shards(str(local_shards / "train-{000..002}.tar"), 0.2)
+
+
+def test_near_duplicates_of_shards_are_searched_once(local_shards, monkeypatch):
+    pattern = str(local_shards / "train-{000..002}.tar")
+    first = list_shards(pattern, 0.2)
+    monkeypatch.setattr(duplicates, "thumbnails", lambda *_: pytest.fail("searched again"))
+    assert list_shards(pattern, 0.2) == first
+
+
+def test_shards_are_listed_and_read_without_a_writable_cache(local_shards, tmp_path, monkeypatch):
+    pattern = str(local_shards / "train-{000..002}.tar")
+    expected = load_file_dataset(pattern, PREPROCESSING)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "file"))
+    dataset = load_file_dataset(pattern, PREPROCESSING)
+    assert f"the cache {tmp_path}/file is not writable: decoded in every epoch" in dataset.source
+    assert torch.equal(dataset.train.images[:], expected.train.images[:])
+    assert torch.equal(dataset.validation.labels, expected.validation.labels)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,12 @@ def read_cached_json(path: Path) -> dict[str, Any] | None:
     """Read a file that can be computed again; None if it does not exist. A damaged file is reported and deleted."""
     try:
         return read_checked_json(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         warn_rebuilt(path, error)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # of a read-only cache
+            path.unlink(missing_ok=True)
         return None
 
 

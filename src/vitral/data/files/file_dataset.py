@@ -44,6 +44,7 @@ from vitral.data.registry.cache import cache_dir
 from vitral.data.targets import DETECT_LABELS, LabelOptions, TaskName, labels_array
 from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError, shell_quote
+from vitral.utils.atomic import is_writable
 
 GIB = 2**30
 MIN_BYTES_TO_DEFER = 2 * GIB  # training images of at least this size are packed during the first pass over them
@@ -246,7 +247,7 @@ class _SplitReader:
         return self.stored.num_bytes * sum(len(self.listing.splits[split]) for split in splits or self.listing.splits)
 
     def _budget_bytes(self) -> float:
-        return min(self.options.pack * GIB, _free_bytes(self.folder))
+        return min(self.options.pack * GIB, _free_bytes(self.folder)) if is_writable(self.folder) else 0.0
 
     def _should_defer(self, split: str) -> bool:
         """Whether a split is packed while it is read. Other processes of a distributed run wait for a whole pack."""
@@ -288,6 +289,8 @@ class _SplitReader:
         return Split(images=images, labels=torch.from_numpy(job.labels), is_model_input=False, locations=job.locations)
 
     def _not_packed_note(self) -> str:
+        if self.options.pack > 0 and not is_writable(self.folder):
+            return f"the cache {cache_dir()} is not writable: decoded in every epoch"
         return (
             f"decoded images need {self._num_bytes() / GIB:.3g} GiB, more than the "
             f"{self._budget_bytes() / GIB:.3g} GiB available for packing: decoded in every epoch"

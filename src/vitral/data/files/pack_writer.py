@@ -37,6 +37,7 @@ from vitral.data.progress_bars import progress_bars
 from vitral.data.targets import Labels, TaskName
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
+from vitral.utils.atomic import is_writable
 from vitral.utils.json_toml import dump_json, parse_json
 from vitral.utils.locks import file_lock
 from vitral.utils.serialization import to_dict
@@ -82,6 +83,8 @@ class PackJob:
 
 def pack_split(job: PackJob, *, progress: bool = False) -> PackedSplit:
     """Read a split from the pack, decoding it first if necessary. Other processes wait for the one that decodes."""
+    if not is_writable(job.folder.parent) and (packed := job.read()) is not None:
+        return packed
     job.folder.mkdir(parents=True, exist_ok=True)
     with file_lock(job.lock_file):
         if (packed := job.read()) is not None:
