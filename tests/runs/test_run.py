@@ -77,7 +77,7 @@ def test_missing_run_suggests_the_newest_runs(tmp_path: Path, monkeypatch: pytes
         run = Run.create(Path("runs"), name, Path("runs") / name)
         atomic_write(run.recipe_file, recipe.to_toml())
         os.utime(run.recipe_file.parent, (10**9 + age, 10**9 + age))
-    for missing in ("runs/e", "other/folder"):
+    for missing in ("runs/e", "an/other/folder"):
         for open_folder in (Run.open, load_model):
             with pytest.raises(VitralError) as error:
                 open_folder(missing)
