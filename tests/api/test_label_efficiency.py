@@ -153,7 +153,7 @@ def test_test_images_among_the_labelled_ones_are_reported(workspace: Path, tmp_p
         (("--seeds", "3"), "--seeds is for the comparison with another model"),
         (("--no-fine-tuning",), "--no-fine-tuning is for the comparison with another model"),
         (("--against", "nosuchmodel"), "no run or model folder nosuchmodel"),
-        (("--against", "random", "--seeds", "0"), "--seeds must be at least 1, got 0"),
+        (("--against", "random", "--seeds", "0"), "seeds must be at least 1, got 0"),
         (("--against", "random", "--fractions", "0.1,2"), "expected fractions of the labels above 0 and at most 1"),
         (("--against", "random", "--recipe", "nosuchrecipe"), "no recipe named 'nosuchrecipe'"),
         (("--against", "random", "--epochs", "0"), "epochs must be at least 1, got 0"),

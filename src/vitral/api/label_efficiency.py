@@ -193,7 +193,7 @@ def make_result(
 def check_arguments(fractions: Sequence[float], seeds: int) -> None:
     check_fractions(fractions)
     if seeds < 1:
-        raise VitralError(f"--seeds must be at least 1, got {seeds}", "Omit --seeds for 3")
+        raise VitralError(f"seeds must be at least 1, got {seeds}", "The default is 3")
     if select_hardware().world.size > 1:
         raise VitralError("a comparison of initial weights runs in one process", "Start it without torchrun")
 

@@ -51,7 +51,7 @@ def check_fractions(fractions: Sequence[float]) -> None:
         values = ", ".join(f"{fraction:g}" for fraction in fractions) or "none"
         raise VitralError(
             f"expected fractions of the labels above 0 and at most 1, got {values}",
-            "For example: --fractions 0.01,0.1,1",
+            "For example: 0.01,0.1,1",
         )
 
 
