@@ -370,6 +370,7 @@ def test_help_is_about_images_without_labels(command: Command) -> None:
         "--find-lr",
         "--augment.",
         "--tune",
+        "--head-init",
         "--ema",
         "--patience",
         "--data.validation",

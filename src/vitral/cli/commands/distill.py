@@ -13,6 +13,7 @@ from vitral.cli.commands.pretrain import HELP as PRETRAIN_HELP
 from vitral.cli.commands.pretrain import (
     LABEL_FIELDS,
     PREFIX,
+    SOURCES_HELP,
     check_resume_flags,
     print_comparison,
     recipe_help_defaults,
@@ -68,9 +69,7 @@ class DistillArgs:
     of a classifier together with labels, use vitral train --distill.teacher.
     """
 
-    images: tuple[str, ...] = argument(
-        "folders of images (class folders are ignored), CSV lists, shards or built-in datasets", default=()
-    )
+    images: tuple[str, ...] = argument(SOURCES_HELP, default=())
     teacher: str | None = option(
         None, "run, model folder, checkpoint file, hf:owner/name or bundled model to learn from", group=COMMON
     )

@@ -33,11 +33,10 @@ COMMON_FIELDS = (
 )  # fmt: skip
 PREFIX = "pretrain."  # of the method's fields in a recipe; the flags omit it
 LABEL_FIELDS = (  # of a recipe, that pretraining does not use
-    "task", "augment.", "tune", "lora.", "patience", "sampling", "loss", "class_weights", "logit_adjustment",
-    "label_smoothing", "ema", "ema_decay", "tta", "data.name", "data.more", "data.validation", "data.test_split",
-    "data.fold", "data.targets", "data.label_separator", "data.exclude", "auto_batch_size", "init_options.",
-    "model.num_classes", "model.head", "distill.", "pretrain.distill.",
-    "teacher_options.",
+    "task", "augment.", "tune", "lora.", "head_init", "patience", "sampling", "loss", "class_weights",
+    "logit_adjustment", "label_smoothing", "ema", "ema_decay", "tta", "data.name", "data.more", "data.validation",
+    "data.test_split", "data.fold", "data.targets", "data.label_separator", "data.exclude", "auto_batch_size",
+    "init_options.", "model.num_classes", "model.head", "distill.", "pretrain.distill.", "teacher_options.",
 )  # fmt: skip
 HELP = {  # where the words of vitral train would mislead
     "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name; empty: from scratch",
@@ -49,6 +48,9 @@ HELP = {  # where the words of vitral train would mislead
     "model.pooling": "the features: class token, mean of the patches, or attention pooling",
     "keep_image_size": "with --init-from: use the recipe's image size instead of the checkpoint's",
 }
+SOURCES_HELP = (
+    "folders of images (class folders are ignored), packed folders, image files, CSV lists, shards or built-in datasets"
+)
 GROUP_TITLES = {
     "": "Training",
     "model": "Model",
@@ -96,9 +98,7 @@ class PretrainArgs:
     else; without --recipe it is chosen for the images.
     """
 
-    images: tuple[str, ...] = argument(
-        "folders of images (class folders are ignored), CSV lists, shards or built-in datasets", default=()
-    )
+    images: tuple[str, ...] = argument(SOURCES_HELP, default=())
     recipe: str | None = option(None, "recipe name (see vitral recipes) or TOML file", group=COMMON)
     preset: str | None = option(None, "model size instead of the recipe's: Ti/16, B/32, ...", group=COMMON)
     overrides: Mapping[str, Any] = config_options(pretrain_fields, group=group_title)
