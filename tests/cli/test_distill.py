@@ -65,8 +65,10 @@ def test_recipe_of_a_run_repeats_it(photos: Path, command: Command) -> None:
 def test_train_with_a_teacher(photos: Path, command: Command, no_figures: None) -> None:
     save_teacher(Path("teacher"), classes=("bees", "ants"))
     words = ["train", "photos", "--recipe", "folder-scratch", "--out", "run", *SMALL, "--data.validation", "0.25"]
-    code, _, err = command(*words, "--distill.teacher", "teacher", "--distill.kind", "soft", "--distill.alpha", "0.3")
+    code, out, err = command(*words, "--distill.teacher", "teacher", "--distill.kind", "soft", "--distill.alpha", "0.3")
     assert (code, err) == (0, "")
+    assert "\nTeacher   teacher, " in out
+    assert " M parameters; soft predictions, alpha 0.3\n" in out
     recipe = Run(Path("run")).recipe_file.read_text()
     assert 'kind = "soft"' in recipe
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from rich.console import Console
-from torch import nn
 
 from vitral.data.probe_set import ProbeSet
 from vitral.device.select import Hardware
 from vitral.distributed.parallel import ParallelPlan
 from vitral.errors import shell_quote
 from vitral.recipes.schema import Recipe
-from vitral.reporting.terminal.training import model_line, print_lines, recipe_line, vitral_command
+from vitral.reporting.terminal.training import model_line, print_lines, recipe_line, teacher_lines, vitral_command
 from vitral.runs.run import Run
-from vitral.ssl.teacher import Teacher
 from vitral.training.setup import TrainingSetup
 
 METHOD_TITLES = {
@@ -40,7 +38,7 @@ def print_summary(
         model_line(recipe),
         *(f"          {note}" for note in setup.notes),
         f"Method    {describe_method(recipe)}",
-        *([] if setup.teacher is None else [f"Teacher   {describe_teacher(setup.teacher)}"]),
+        *teacher_lines(setup),
         recipe_line(recipe),
         f"Hardware  {hardware}",
     ]
@@ -69,15 +67,6 @@ def describe_method(recipe: Recipe) -> str:
         height, width = views.local_image_size(recipe.model.image_size, recipe.model.patch_size)
         text += f" and {views.local_views} of {height}x{width}"
     return f"{text} pixels per image"
-
-
-def describe_teacher(teacher: Teacher) -> str:
-    """The teacher and its size in one line."""
-    height, width = teacher.preprocessing.image_size
-    text = f"{teacher.name}, {height}x{width} pixels"
-    if isinstance(teacher.network, nn.Module):
-        text += f", {sum(parameter.numel() for parameter in teacher.network.parameters()) / 1e6:.2f} M parameters"
-    return text
 
 
 def print_result(console: Console, run: Run, recipe: Recipe, probe_set: ProbeSet | None) -> None:

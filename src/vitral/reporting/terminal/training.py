@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console
+from torch import nn
 
 from vitral import __version__
 from vitral.data.names import is_file_dataset
@@ -42,6 +43,7 @@ def print_run_summary(
         *(f"          {note}" for note in (*dataset.notes, *describe_class_balance(recipe, dataset))),
         model_line(recipe),
         *(f"          {note}" for note in setup.notes),
+        *teacher_lines(setup),
         *tuning_lines(setup, hardware, trained),
         recipe_line(recipe),
         *(f"          {note}" for note in augmentation_notes(recipe)),
@@ -69,6 +71,20 @@ def model_line(recipe: Recipe) -> str:
         f"Model     {kind} {size}/{model.patch_size}, width {model.width}, depth {model.depth}, heads {model.heads} "
         f"({parameters / 1e6:.2f} M parameters, {model.grid[0] * model.grid[1]} patches)"
     )
+
+
+def teacher_lines(setup: TrainingSetup) -> list[str]:
+    """The teacher, its size and, with labels, what is learned from it; empty without a teacher."""
+    teacher, distill = setup.teacher, setup.recipe.distill
+    if teacher is None:
+        return []
+    height, width = teacher.preprocessing.image_size
+    text = f"{teacher.name}, {height}x{width} pixels"
+    if isinstance(teacher.network, nn.Module):
+        text += f", {sum(parameter.numel() for parameter in teacher.network.parameters()) / 1e6:.2f} M parameters"
+    if distill is not None:
+        text += f"; {distill.kind} predictions, alpha {distill.alpha:g}"
+    return [f"Teacher   {text}"]
 
 
 def recipe_line(recipe: Recipe) -> str:
