@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.common import identical
 from support.pretrain_runs import CENTER, METHODS
 from support.processes import HANG_SECONDS
 from support.rank_jobs import Job, Outcomes, SingleProcess, assert_same_training, errors, run_jobs
 from support.training import final_weights, metrics_without_timing
+from vitral import weights
+from vitral.recipes.schema import read_recipe
 from vitral.runs.run import Run
+from vitral.training.pretraining.continuation import read_continued_method
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * HANG_SECONDS)]
 UNEVEN = {"batch_size": 9, "optim.name": "muon"}  # 4 and 5 images
@@ -67,3 +71,23 @@ def test_checkpoints_move_between_kinds_of_parallelism(
     rows = metrics_without_timing(Run(folder / name))
     expected = metrics_without_timing(single_process.train("center", CENTER))
     assert all(row == pytest.approx(other, rel=1e-3) for row, other in zip(rows, expected, strict=True))
+
+
+def test_run_of_fsdp_is_continued_like_one_of_ddp(folder: Path, outcomes: Outcomes) -> None:
+    """Another run starts with its heads, its teacher and the moments of its optimizer."""
+    continued = {}
+    for mode in ("ddp", "fsdp"):
+        assert errors(outcomes, f"center-{mode}") == [None, None]
+        run = Run(folder / f"center-{mode}")
+        source = weights.read(run.path)
+        recipe = read_recipe(run.recipe_file).with_overrides({"init_from": str(run)})
+        continued[mode] = read_continued_method(recipe, source.preprocessing, source, source.state)
+    ddp, fsdp = continued["ddp"].state, continued["fsdp"].state
+    assert ddp is not None
+    assert fsdp is not None
+    assert {name: tensor.shape for name, tensor in fsdp.items()} == {name: ddp[name].shape for name in ddp}
+    torch.testing.assert_close(
+        fsdp["student.prototypes.weight"], ddp["student.prototypes.weight"], rtol=1e-3, atol=1e-4
+    )
+    assert continued["fsdp"].optimizers is not None
+    assert "the optimizer continues with its moments" in continued["fsdp"].notes

@@ -80,11 +80,11 @@ def read_continued_method(
         return ContinuedMethod(notes=(f"{NEW_HEADS}: {run} was trained with {previous.method}",))
     path = checkpoint.newest(run.checkpoint_dir)
     try:
-        content = checkpoint.load(path) if path is not None and path.is_file() else None
+        content = None if path is None else checkpoint.load(path)
     except VitralError as error:
         return ContinuedMethod(notes=(f"{NEW_HEADS}: {error.what}",))
     if content is None:
-        return ContinuedMethod(notes=(f"{NEW_HEADS}: {run} has no checkpoint in one file",))
+        return ContinuedMethod(notes=(f"{NEW_HEADS}: {run} has no checkpoint",))
     saved = content["model"]
     with SkipInit(), torch.device("meta"):
         expected = make_method(config, VARIANTS[recipe.variant](recipe.model), preprocessing).state_dict()
