@@ -239,6 +239,12 @@ def test_model_without_its_run_says_which_method_continues_it(pretrain: Any, pho
     assert note.endswith(f"{folder} is a model without its run, which names its method; --method is lejepa")
 
 
+def test_an_interruption_names_the_command_that_also_judges(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(Interrupted) as stop:
+        pretrain(judge=str(photos), callbacks=[RaiseSigint(1)])
+    assert stop.value.hint == f"Resume it with: vitral pretrain --resume {tmp_path / 'run'} --judge {photos}"
+
+
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_labels(pretrain: Any, photos: Path, tmp_path: Path) -> None:
     run = Run(pretrain(labels=str(photos), **CENTER, keep_checkpoints=9, checkpoint_epochs=1).run)

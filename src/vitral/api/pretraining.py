@@ -22,7 +22,7 @@ from vitral.data.probe_set import ProbeSet, check_labelled, load_probe_set
 from vitral.data.unlabelled import as_sources
 from vitral.data.unlabelled_sources import named_sources
 from vitral.device.select import select_hardware
-from vitral.errors import VitralError
+from vitral.errors import Interrupted, VitralError, shell_quote
 from vitral.evaluation.label_efficiency import LabelEfficiency
 from vitral.evaluation.label_subsets import DEFAULT_FRACTIONS
 from vitral.evaluation.labelled_images import check_labelled_images
@@ -201,13 +201,18 @@ def train_without_labels(
     probe_set = world.run_on_all(lambda: load_probe_images(setup))
     if judgement is not None:
         judgement.check_images(setup)
-    with launch.prepare(opened, setup) as prepared:
-        run, setup = prepared.run, prepared.setup
-        terminal.print_summary(console, setup, prepared.hardware, prepared.parallel, run, probe_set)
-        progress = progress_class(console, setup.steps_per_epoch, has_labels=probe_set is not None)
-        with prepared.fit(progress, probe_set=probe_set):
-            world.broadcast_from_rank0(partial(store_training_images, run, setup))  # `probe` recognises them
-            world.broadcast_from_rank0(run.mark_finished)
+    try:
+        with launch.prepare(opened, setup) as prepared:
+            run, setup = prepared.run, prepared.setup
+            terminal.print_summary(console, setup, prepared.hardware, prepared.parallel, run, probe_set)
+            progress = progress_class(console, setup.steps_per_epoch, has_labels=probe_set is not None)
+            with prepared.fit(progress, probe_set=probe_set):
+                world.broadcast_from_rank0(partial(store_training_images, run, setup))  # `probe` recognises them
+                world.broadcast_from_rank0(run.mark_finished)
+    except Interrupted as stop:
+        if judgement is None:
+            raise
+        raise Interrupted(stop.what, f"{stop.hint} --judge {shell_quote(judgement.images)}") from stop
     terminal.print_result(console, run, setup.recipe, probe_set)
     return run, setup.recipe
 
