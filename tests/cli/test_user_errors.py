@@ -148,6 +148,16 @@ def test_too_few_images_for_validation_create_no_run(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_constant_target_creates_no_run(tmp_path, capsys):
+    for index in range(8):
+        save_photo(tmp_path / f"{index}.png", (200, 90, 60), index)
+    rows = [f"{index}.png,5" for index in range(8)]
+    (tmp_path / "list.csv").write_text("\n".join(["path,target", *rows]))
+    message = refused(capsys, "train", str(tmp_path / "list.csv"), "--out", str(tmp_path / "run"))
+    assert "the target 'target' has the same value" in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_folder_must_not_be_a_file(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(VitralError, match=r"notes\.txt is a file"):

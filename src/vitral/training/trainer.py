@@ -586,7 +586,8 @@ def describe_single_step_epochs(batch_size: int, num_images: int, min_batch_size
 
 
 def check_splits(recipe: Recipe, dataset: Dataset) -> None:
-    """Refuse a dataset without training images, or without the validation images that the recipe needs."""
+    """Refuse a dataset without training images, without the validation images that the recipe needs, or with constant
+    targets."""
     if not len(dataset.train):
         raise VitralError(f"{dataset.name} has no training images", "Add images, or hold out fewer")
     if not len(dataset.validation) and recipe.data.validation > 0 and recipe.data.fold != "all":
@@ -599,3 +600,4 @@ def check_splits(recipe: Recipe, dataset: Dataset) -> None:
             f"--patience {recipe.patience} needs validation images, but {dataset.name} has none",
             "Hold some out with --data.validation 0.1, or omit --patience",
         )
+    TASKS[recipe.task_name].scaling(dataset.train.labels, dataset.classes)
