@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -228,6 +230,18 @@ def test_files_are_decoded_only_when_they_are_needed(photo_run: Path) -> None:
     subset = load_split(train, target.predictor, indices=torch.tensor([3, 0]))
     assert torch.equal(subset.images[:], train.images[torch.tensor([3, 0])])
     assert torch.equal(subset.labels, train.labels[[3, 0]])
+
+
+def test_a_full_disk_is_an_error_before_images_are_decoded(photo_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk_full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    expected = load_eval_target(photo_run).split.images
+    monkeypatch.setattr("vitral.evaluation.data.MAX_BYTES_IN_MEMORY", 0)
+    assert torch.equal(load_eval_target(photo_run).split.images[:], expected[:])
+    monkeypatch.setattr(os, "posix_fallocate", disk_full)
+    with pytest.raises(VitralError, match=r"the decoded images need .* GiB in .*: No space left on device\nSet TMPDIR"):
+        load_eval_target(photo_run)
 
 
 def test_a_sample_of_files_is_refused_only_if_the_whole_folder_would_be(photo_run: Path, tmp_path: Path) -> None:

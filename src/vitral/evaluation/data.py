@@ -31,10 +31,11 @@ from vitral.data.resize_crop import write_row
 from vitral.data.targets import LabelOptions
 from vitral.data.variable_images import VariableSizeImages, concat_images
 from vitral.device.cpu import available_cpus
-from vitral.errors import VitralError, nearest_name, truncate_list
+from vitral.errors import VitralError, error_reason, nearest_name, truncate_list
 from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.recipes.schema import Recipe, read_recipe
+from vitral.utils.atomic import reserve_disk_space
 from vitral.weights.io import FORMATS
 
 SplitName = Literal["test", "validation", "train"]
@@ -88,10 +89,19 @@ class FileImages(LazyImages):
 
 
 def _buffer(shape: tuple[int, ...], preprocessing: Preprocessing) -> Tensor:
-    if math.prod(shape) * preprocessing.torch_dtype.itemsize <= MAX_BYTES_IN_MEMORY:
+    num_bytes = math.prod(shape) * preprocessing.torch_dtype.itemsize
+    if num_bytes <= MAX_BYTES_IN_MEMORY:
         return torch.zeros(shape, dtype=preprocessing.torch_dtype)
-    with tempfile.TemporaryFile() as file:  # the mapping keeps the unlinked file alive
-        return torch.from_numpy(np.memmap(file, dtype=preprocessing.dtype, mode="w+", shape=shape))
+    try:
+        with tempfile.TemporaryFile() as file:  # the mapping keeps the unlinked file alive
+            reserve_disk_space(file, num_bytes)
+            return torch.from_numpy(np.memmap(file, dtype=preprocessing.dtype, mode="w+", shape=shape))
+    except OSError as error:
+        size = f"{num_bytes / 2**30:.1f} GiB"
+        raise VitralError(
+            f"the decoded images need {size} in {tempfile.gettempdir()}: {error_reason(error)}",
+            f"Set TMPDIR to a folder with {size} of free disk space",
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -67,6 +67,12 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         raise VitralError(f"cannot write {path}: {error.strerror or error}", hint) from error
 
 
+def reserve_disk_space(file: BinaryIO, num_bytes: int) -> None:
+    """Allocate the blocks of a file now: writing to a mapped file on a full disk kills the process with SIGBUS."""
+    if hasattr(os, "posix_fallocate") and num_bytes:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+
+
 def is_writable(folder: Path) -> bool:
     """Whether files can be written to a folder, or to the folder in which it would be created."""
     while not folder.exists() and folder != folder.parent:

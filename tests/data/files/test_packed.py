@@ -324,10 +324,10 @@ def test_copied_pack_is_verified_once(photos, tmp_path, monkeypatch):
 
 
 def test_full_disk_is_an_error_with_an_alternative(photos, monkeypatch):
-    def disk_full(_path: Path) -> None:
+    def disk_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pack_writer, "_reserve_disk_space", disk_full)
+    monkeypatch.setattr(pack_writer, "reserve_disk_space", disk_full)
     with pytest.raises(VitralError, match="No space left on device") as caught:
         load_file_dataset(photos, PREPROCESSING)
     assert "--data.pack 0" in caught.value.hint

@@ -168,10 +168,10 @@ def test_killed_worker_is_an_error_and_the_next_access_starts_new_workers(load_p
 
 
 def test_full_disk_is_an_error_before_the_first_batch(load_packing, monkeypatch):
-    def disk_full(_path: Path) -> None:
+    def disk_full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pack_writer, "_reserve_disk_space", disk_full)
+    monkeypatch.setattr(pack_writer, "reserve_disk_space", disk_full)
     with pytest.raises(VitralError, match="No space left on device") as caught:
         load_packing()
     assert "--data.pack 0" in caught.value.hint

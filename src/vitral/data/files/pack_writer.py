@@ -37,7 +37,7 @@ from vitral.data.progress_bars import progress_bars
 from vitral.data.targets import Labels, TaskName
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
-from vitral.utils.atomic import is_writable
+from vitral.utils.atomic import is_writable, reserve_disk_space
 from vitral.utils.json_toml import dump_json, parse_json
 from vitral.utils.locks import file_lock
 from vitral.utils.serialization import to_dict
@@ -242,7 +242,8 @@ class PackWriter:
             file.unlink(missing_ok=True)  # instead of overwriting it: workers of a killed process may still write
         shape = (count, *self.job.stored.shape)
         images = np.lib.format.open_memmap(self.file, mode="w+", dtype=self.job.stored.dtype, shape=shape)
-        _reserve_disk_space(self.file)
+        with self.file.open("r+b") as opened:
+            reserve_disk_space(opened, self.file.stat().st_size)
         checksums = np.memmap(self.checksums_file, mode="w+", dtype=np.uint32, shape=(max(count, 1),))
         write_checked_json(self.part_file, self._description())
         return images, checksums
@@ -308,13 +309,6 @@ def _close_file(fd: int, sync: BackgroundSync) -> None:
 
 def _temporary_files(folder: Path, split: str) -> tuple[Path, Path, Path]:
     return folder / f".{split}.npy", folder / f".{split}.rows", folder / f".{split}.part"
-
-
-def _reserve_disk_space(path: Path) -> None:
-    """Allocate the blocks now: writing to a mapped file on a full disk kills the process with SIGBUS."""
-    with path.open("r+b") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _truncate_array(file: Path, images: np.memmap[Any, Any], count: int) -> None:
