@@ -102,6 +102,12 @@ def test_integer_labels_without_class_names_become_sorted_names():
     assert load([(make_image(index), index % 12) for index in range(48)]).classes == tuple(map(str, range(12)))
 
 
+def test_an_integer_and_its_text_are_one_class():
+    dataset = load([(make_image(index), index % 3 if index % 2 else str(index % 3)) for index in range(48)])
+    assert dataset.classes == ("0", "1", "2")
+    assert torch.cat([dataset.train.labels, dataset.validation.labels]).bincount().tolist() == [16, 16, 16]
+
+
 def test_large_sequence_is_read_on_access_and_gives_the_same_images(monkeypatch):
     in_memory = load(TorchvisionLike(40))
     monkeypatch.setattr(sequence, "MAX_IN_MEMORY_BYTES", 1000)

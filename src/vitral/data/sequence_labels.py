@@ -168,6 +168,7 @@ def _declared_class_names(data: object) -> tuple[str, ...] | None:
 
 
 def _class_names(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """Sorted integers, then sorted strings."""
-    integers = sorted({label for label in labels if isinstance(label, int)})
-    return (*map(str, integers), *sorted({label for label in labels if isinstance(label, str)}))
+    """Sorted integers, then sorted strings; 1 and "1" are one class."""
+    integers = map(str, sorted({label for label in labels if isinstance(label, int)}))
+    strings = sorted({label for label in labels if isinstance(label, str)})
+    return tuple(dict.fromkeys([*integers, *strings]))
