@@ -94,6 +94,14 @@ def test_every_image_is_predicted_exactly_once(
     assert sorted(tmp_path.iterdir()) == [out, tmp_path / f"{out.name}.job.json"]
 
 
+def test_parquet_has_every_image_of_several_batches(
+    predictor: Predictor, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_predict, "ARROW_BATCH_SIZE", 50)
+    predict_to_file(predictor, [images], tmp_path / "predictions.parquet")
+    assert sorted(predicted_files(tmp_path / "predictions.parquet")) == image_files(images)
+
+
 def test_a_finished_job_run_again_does_nothing(
     predictor: Predictor, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

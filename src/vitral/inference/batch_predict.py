@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -290,7 +290,7 @@ def _write_parquet(records: Iterator[dict[str, Any]], file: Any, is_regression: 
          ("prediction_set", names), ("coverage", number), ("present", names)]
     )  # fmt: skip
     with parquet.ParquetWriter(file, schema) as writer:
-        while batch := [record for record, _ in zip(records, range(ARROW_BATCH_SIZE), strict=False)]:
+        while batch := list(islice(records, ARROW_BATCH_SIZE)):
             rows = [table_row(prediction_from_dict(record)) for record in batch]
             rows = [row | {"file": _printable(row["file"])} for row in rows]
             writer.write_table(arrow.Table.from_pylist(rows, schema))
