@@ -39,7 +39,7 @@ from vitral.inference.prediction import (
 from vitral.inference.predictor import Predictor
 from vitral.utils.atomic import atomic_write, atomic_writer
 from vitral.utils.json_toml import dump_json, parse_json, read_json
-from vitral.utils.progress import progress_interval
+from vitral.utils.progress import format_duration, progress_interval
 from vitral.utils.serialization import to_dict
 
 PART_SIZE, PART_SECONDS = 512, 10.0  # a part is written after this many predictions or seconds
@@ -322,7 +322,7 @@ class _Progress:
         if not self.is_shown or now - self.last < (0.5 if self.is_terminal else progress_interval()):
             return
         self.last, speed = now, self.count * self.num_ranks / (now - self.start)
-        remaining = time.strftime("%H:%M:%S", time.gmtime((self.total - self.num_done) / max(speed, 1e-9)))
+        remaining = format_duration((self.total - self.num_done) / max(speed, 1e-9))
         line = f"{self.num_done:,} of {self.total:,} images   {speed:,.0f} images/s   {remaining} remaining"
         with contextlib.suppress(OSError):
             if self.is_terminal:
