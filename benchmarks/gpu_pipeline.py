@@ -134,12 +134,12 @@ def run_worker(folder: Path, model: str, args: argparse.Namespace) -> dict[str, 
     import torch
 
     from vitral.data.loader import Loader, to_device_if_fits
-    from vitral.device.select import select_hardware
+    from vitral.training.hardware import training_hardware
     from vitral.training.setup import setup_training
 
     setup = setup_training(make_recipe(folder, model))
     recipe, train, batch_size = setup.recipe, setup.dataset.train, setup.recipe.batch_size
-    hardware = select_hardware(precision=args.precision, width=recipe.model.width, allow_fp8=True)
+    hardware = training_hardware(replace(setup, recipe=recipe.with_overrides({"precision": args.precision})))
     training = VitralTraining(recipe, setup.preprocessing, hardware, total_steps=100_000)
     labels = train.labels.to(hardware.device)
     packed_loader = Loader(images=train.images, labels=labels, batch_size=batch_size, seed=0)

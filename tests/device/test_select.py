@@ -11,7 +11,14 @@ from torch import nn
 
 from support.common import FakeMachine
 from vitral.device.cpu import available_cpus
-from vitral.device.select import MIN_STEPS_TO_COMPILE, MIN_WIDTH_BF16, Hardware, bf16_is_faster, select_hardware
+from vitral.device.select import (
+    MANY_TOKENS,
+    MIN_STEPS_TO_COMPILE,
+    MIN_WIDTH_BF16,
+    Hardware,
+    bf16_is_faster,
+    select_hardware,
+)
 from vitral.errors import VitralError
 
 requires_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -66,8 +73,11 @@ def test_fp8_is_selected_automatically_for_training_wide_models(fake_machine: Fa
     assert (hardware.precision, hardware.fp8, hardware.fp8_is_auto) == ("bf16", True, True)
     assert "bf16 (large GEMMs in FP8: faster, same learning curves)" in str(hardware)
     assert not select_hardware(precision="fp8", width=768, allow_fp8=True).fp8_is_auto
+    assert select_hardware(width=384, allow_fp8=True, tokens=MANY_TOKENS).fp8_is_auto
     other_options: tuple[dict[str, Any], ...] = (
         {"width": 384},
+        {"width": 384, "tokens": MANY_TOKENS - 1},
+        {"width": 256, "tokens": MANY_TOKENS},
         {"width": 768, "allow_fp8": False},
         {"width": 768, "precision": "bf16"},
         {"width": 768, "compile": "no"},

@@ -359,7 +359,8 @@ def test_fused_fine_tuning_agrees_with_the_reference(
     hardware = select_hardware(device="gpu", precision=precision, steps=10)
     fused = train("fused", hardware, recipe)
     reference = train("reference", replace(hardware, use_triton=False, fp8=False), recipe)
-    assert losses(fused) == pytest.approx(losses(reference), rel=0.2 if "model.dropout" in overrides else 0.1)
+    rel = 0.2 if "model.dropout" in overrides else 0.1
+    assert losses(fused) == pytest.approx(losses(reference), rel=rel, abs=0.01)  # losses end near 0
 
 
 @pytest.mark.parametrize("name", ["cifar10-94", "fashion-mnist-94"])

@@ -52,7 +52,7 @@ def estimate_seconds(
     state = init_state(recipe, hardware, total_steps)
     backend = make_backend(state.vit, recipe, preprocessing, hardware, parallel_plan(recipe, hardware))
     runner = StepRunner(state, StepContext(recipe, backend), total_steps)
-    rows = recipe.batch_size * (recipe.model.grid[0] * recipe.model.grid[1] + recipe.model.num_prefix_tokens)
+    rows = recipe.batch_size * recipe.model.num_tokens
     threads = None if has_gpu else select_threads(recipe.threads, width=recipe.model.width, rows=rows).threads
 
     def run_step() -> None:

@@ -109,8 +109,7 @@ class CudaEngine:
         self.pool = GraphPool(hardware.device)
         # Recorded now: FP8 frees the unquantized weights.
         self.weight_shapes = [weight.shape for weight in model.encoder.parameters()]
-        config = model.config
-        hidden = (config.num_prefix_tokens + config.grid[0] * config.grid[1]) * config.hidden_width
+        hidden = model.config.num_tokens * model.config.hidden_width
         self.max_batch_size = max(size for size in BATCH_SIZES if size == 1 or size * hidden <= MAX_HIDDEN_ACTIVATIONS)
         self.lock = threading.Lock()  # a captured graph has a single input buffer
 

@@ -28,8 +28,7 @@ Result = TypeVar("Result")
 
 def cache_batch_size(config: ViTConfig) -> int:
     """Images whose largest activation fits into the caches of a core, a multiple of 8."""
-    tokens = config.grid[0] * config.grid[1] + config.num_prefix_tokens
-    image_bytes = 4 * tokens * max(3 * config.width, config.hidden_width)
+    image_bytes = 4 * config.num_tokens * max(3 * config.width, config.hidden_width)
     return min(max(CACHE_BYTES // image_bytes // 8 * 8, MIN_BATCH), MAX_BATCH)
 
 

@@ -19,7 +19,7 @@ def use_fastest_threads(predictor: Predictor) -> ThreadChoice | None:
     if predictor.hardware.device.type != "cpu":
         return None
     model = predictor.model_config.architecture
-    rows = predictor.engine.batch_size * (model.grid[0] * model.grid[1] + model.num_prefix_tokens)
+    rows = predictor.engine.batch_size * model.num_tokens
     choice = select_threads(width=model.width, rows=rows, backward=False)
     torch.set_num_threads(choice.threads)
     predictor.engine = replace(predictor.engine, threads=choice.threads)

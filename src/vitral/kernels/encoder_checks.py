@@ -106,7 +106,7 @@ def fused_block_min_tokens(
         error, tolerance = partial(expand_gelu_error, model, hardware), EXPAND_GELU_TOLERANCE
         minimum = block_op.MIN_EXPAND_TOKENS
     else:
-        hidden_size = batch_size * tokens_per_image(model) * config.hidden_width
+        hidden_size = batch_size * config.num_tokens * config.hidden_width
         is_plain = not (config.drop_path or config.dropout or model.encoder.activation_checkpointing)
         if training and (not is_plain or hidden_size <= fused_encoder.RECOMPUTE_THRESHOLD):
             return None
@@ -153,7 +153,7 @@ def encoder_error(
 def fp8_wgrad_error(model: ViT, hardware: Hardware, batch_size: int) -> float:
     """Largest relative error, over all weight matrices, of FP8 weight gradients against bf16 ones."""
     num_images = check_batch_size(model)
-    tokens = torch.randn(num_images, tokens_per_image(model), model.config.width, device=hardware.device)
+    tokens = torch.randn(num_images, model.config.num_tokens, model.config.width, device=hardware.device)
     grad_out = torch.randn_like(tokens)[:, : num_output_tokens(model)]
     weight_grads: list[list[Tensor]] = []
     for fp8_wgrad in (True, False):
@@ -171,7 +171,7 @@ def expand_gelu_error(model: ViT, hardware: Hardware) -> float:
     encoder = make_check_encoder(model, hardware, num_images, num_images)
     block, activation = encoder.blocks[0], model.config.activation
     layer = block.mlp.expand
-    x = torch.randn(num_images * tokens_per_image(model), model.config.width, device=hardware.device).to(encoder.dtype)
+    x = torch.randn(num_images * model.config.num_tokens, model.config.width, device=hardware.device).to(encoder.dtype)
     x_fp8 = add_layernorm(x, None, None, None, norm_params(block.norm2), fp8=True, store_normed=False).normed_fp8
     assert x_fp8 is not None
     hidden, bound = encoder.weights.linear(None, x_fp8, layer.weight)
@@ -198,7 +198,7 @@ def run_dry(
         encoder = make_check_encoder(
             model.train(is_training), hardware, num_images, batch_size, fp8_wgrad, fused_block_min_tokens
         )
-        tokens = torch.empty(num_images, tokens_per_image(model), config.width, device=hardware.device)
+        tokens = torch.empty(num_images, model.config.num_tokens, config.width, device=hardware.device)
         tokens.requires_grad_(training and trains_embedding(model))
         encoder.forward_backward(tokens, config.grid) if training else encoder(tokens, config.grid)
 
@@ -229,10 +229,6 @@ def trains_embedding(model: ViT) -> bool:
     """Whether gradients flow into the encoder's input."""
     later = ("encoder.", "attention_pooling.", "pooled_norm.", "head.")
     return any(p.requires_grad for name, p in model.named_parameters() if not name.startswith(later))
-
-
-def tokens_per_image(model: ViT) -> int:
-    return model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
 
 
 def pools_class_token(model: ViT) -> bool:

@@ -22,7 +22,6 @@ from vitral.kernels.encoder import FusedEncoder
 from vitral.kernels.encoder_checks import (
     fused_block_min_tokens,
     pools_class_token,
-    tokens_per_image,
     use_fp8_wgrad,
 )
 from vitral.kernels.self_check import max_relative_error, self_check_failure
@@ -92,7 +91,7 @@ def make_encoder(
     }
     weights = None
     if sharded is not None:
-        is_short = tokens_per_image(model) <= short_attention_op.MAX_SHORT_TOKENS
+        is_short = model.config.num_tokens <= short_attention_op.MAX_SHORT_TOKENS
         weights = ShardedEncoderWeights(
             model.encoder, sharded.shards, sharded.world, dtype=torch.bfloat16, keep_qkv=is_short, **settings
         )

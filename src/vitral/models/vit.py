@@ -124,6 +124,11 @@ class ViTConfig:
         return self.has_class_token + self.registers
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of an image of `image_size`."""
+        return self.num_prefix_tokens + self.grid[0] * self.grid[1]
+
+    @property
     def hidden_width(self) -> int:
         return self.mlp_width if self.mlp_width is not None else 4 * self.width
 

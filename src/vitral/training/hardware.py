@@ -29,6 +29,7 @@ def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardw
         width=recipe.model.width,
         steps=setup.steps_per_epoch * recipe.epochs,
         allow_fp8=continues_fp8 and _learns_as_well_in_fp8(recipe),
+        tokens=recipe.batch_size // recipe.grad_accum * recipe.model.num_tokens,
     )
     if recipe.data.resize == "native" and recipe.compile == "auto" and hardware.compile:
         reason = "native resizing has several patch grids, and each would be compiled"
@@ -50,8 +51,7 @@ def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None 
     recipe, model = setup.recipe, setup.recipe.model
     if not recipe.threads and (hardware.device.type != "cpu" or hardware.world.size > 1):
         return hardware, torch.get_num_threads()
-    num_tokens = model.grid[0] * model.grid[1] + model.num_prefix_tokens
-    rows = min(recipe.batch_size, len(setup.dataset.train)) * num_tokens // recipe.grad_accum
+    rows = min(recipe.batch_size, len(setup.dataset.train)) * model.num_tokens // recipe.grad_accum
     choice = select_threads(recipe.threads, width=model.width, rows=rows, recorded=recorded)
     return replace(hardware, reasons=hardware.reasons | {"threads": str(choice)}), choice.threads
 
