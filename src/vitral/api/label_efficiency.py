@@ -158,7 +158,7 @@ def measure(
         leaks = find_leaks(models, images)
         tuning = None if folder is None else prepare_fine_tuning(recipes, kept, seeds, folder, judged_run)
         if tuning is not None:
-            terminal.print_leaks(console, {} if allow_leak else leaks)
+            terminal.print_leaks(console, {} if allow_leak else leaks, is_judged=judged_run is not None)
             terminal.print_plan(console, tuning, estimate_time(tuning, images["after"]))
         rows, feature_notes = feature_rows(models, images, kept, seeds, progress.set_label)
         if tuning is not None:

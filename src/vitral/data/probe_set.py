@@ -134,7 +134,8 @@ def _probe_set(name: str, classes: tuple[str, ...], images: Images, labels: Tens
 def _check_task(name: str, task: TaskName) -> None:
     if task != "classification":
         raise VitralError(
-            f"k-NN accuracy needs one class per image; {name} is for {task}", "Name a dataset with one class per image"
+            f"measuring features needs one class per image; {name} is for {task}",
+            "Name a dataset with one class per image",
         )
 
 

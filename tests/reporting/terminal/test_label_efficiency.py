@@ -52,5 +52,7 @@ def test_one_seed_shows_no_interval(capsys: pytest.CaptureFixture[str]) -> None:
 def test_test_images_that_a_model_was_trained_on_are_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
     leak = LeakReport(num_images=1000, exact=7, near=0, near_checked=True)
     assert printed(capsys, HELPED, leaks={"after": leak})[0].startswith("warning: after: 7 of these 1,000 images were")
+    print_label_efficiency(make_result(HELPED, leaks={"after": leak}), is_judged=True)
+    assert "--allow-leak" not in capsys.readouterr().out  # no flag of vitral pretrain
     print_label_efficiency(make_result(HELPED, leaks={"after": leak}), allow_leak=True)
     assert "warning" not in capsys.readouterr().out

@@ -153,7 +153,7 @@ def print_comparison(result: PretrainResult) -> None:
         from vitral.reporting.terminal.label_efficiency import print_label_efficiency
 
         print()
-        print_label_efficiency(result.comparison)
+        print_label_efficiency(result.comparison, is_judged=True)
 
 
 def recipe_overrides(flags: Mapping[str, Any]) -> dict[str, Any]:

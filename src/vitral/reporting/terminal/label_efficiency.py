@@ -23,11 +23,11 @@ def print_notes(console: Console, notes: Iterable[str]) -> None:
         console.print(f"  {note}", soft_wrap=True, markup=False)
 
 
-def print_leaks(console: Console, leaks: Mapping[str, LeakReport]) -> None:
-    """Say which side has seen test images."""
+def print_leaks(console: Console, leaks: Mapping[str, LeakReport], *, is_judged: bool) -> None:
+    """Say which side has seen test images. is_judged: the comparison of --judge, which cannot hide that."""
+    note = "" if is_judged else f" ({ALLOW_LEAK_NOTE})"
     for side, leak in leaks.items():
-        warning = evaluation_warning(leak)
-        console.print(f"warning: {side}: {warning} ({ALLOW_LEAK_NOTE})", soft_wrap=True, markup=False)
+        console.print(f"warning: {side}: {evaluation_warning(leak)}{note}", soft_wrap=True, markup=False)
 
 
 def print_plan(console: Console, tuning: FineTuning, estimate: TimeEstimate) -> None:
@@ -56,11 +56,11 @@ def _device_text(estimate: TimeEstimate) -> str:
     return "this CPU" if estimate.hardware.gpu_memory_bytes is None else "this GPU"
 
 
-def print_label_efficiency(result: LabelEfficiency, allow_leak: bool = False) -> None:
+def print_label_efficiency(result: LabelEfficiency, allow_leak: bool = False, *, is_judged: bool = False) -> None:
     """Print the table and, last, the verdict in a sentence."""
     console = Console(highlight=False)
     if not allow_leak and result.leaks:
-        print_leaks(console, result.leaks)
+        print_leaks(console, result.leaks, is_judged=is_judged)
         console.print()
     table = make_table(COLUMNS, left=("classifier", "verdict"))
     for row in result.rows:
