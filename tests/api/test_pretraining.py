@@ -239,6 +239,14 @@ def test_model_without_its_run_says_which_method_continues_it(pretrain: Any, pho
     assert note.endswith(f"{folder} is a model without its run, which names its method; --method is lejepa")
 
 
+def test_unknown_options_of_the_comparison_are_refused_before_the_training(
+    pretrain: Any, photos: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(VitralError, match="no field named 'epoch'"):
+        pretrain(judge=str(photos), judge_options={"seeds": 2, "epoch": 1})
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_interruption_names_the_command_that_also_judges(pretrain: Any, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as stop:
         pretrain(judge=str(photos), callbacks=[RaiseSigint(1)])

@@ -288,7 +288,10 @@ def prepare_fine_tuning(
 ) -> FineTuning:
     """Load images and initial weights, and create the folder for the results or check what it holds."""
     setups = load_setups(recipes)
-    write_settings(folder / "settings.json", comparison_settings(setups), flag="--results")
+    hint = "Choose another --results"
+    if judged_run is not None:
+        hint = "Delete the folder to compare again, or use vitral probe --against with --results"
+    write_settings(folder / "settings.json", comparison_settings(setups), hint)
     return FineTuning(setups=setups, fractions=fractions, seeds=seeds, folder=folder, judged_run=judged_run)
 
 

@@ -10,6 +10,7 @@ The command is `vitral pretrain photos/ --init-from vit.safetensors --judge labe
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -128,7 +129,7 @@ class Judgement:
     options: Mapping[str, Any]
 
     def check_images(self, setup: TrainingSetup) -> None:
-        """Refuse images that the trained model cannot be compared on, before it is trained."""
+        """Refuse images that the trained model cannot be compared on, and unknown options, before it is trained."""
         recipe = setup.recipe
         config = ModelConfig(
             architecture=recipe.model,
@@ -141,7 +142,10 @@ class Judgement:
         untrained = Predictor(
             build_uninitialized(recipe.variant, recipe.model), config, select_hardware(device="cpu", precision="fp32")
         )
-        check_labelled_images(resolve_recipe(self.images, self.options.get("recipe") or "folder-finetune"), untrained)
+        arguments = inspect.signature(compare_label_efficiency).parameters
+        overrides = {name: value for name, value in self.options.items() if name not in arguments}
+        fine_tuning = resolve_recipe(self.images, self.options.get("recipe") or "folder-finetune")
+        check_labelled_images(fine_tuning.with_overrides(overrides), untrained)
 
     def compare(self, run: Run, recipe: Recipe, quiet: bool) -> LabelEfficiency:
         """Compare the weights of a finished run with those before it."""

@@ -46,17 +46,20 @@ class PartResult:
     seconds: float
 
 
-def write_settings(file: Path, settings: Mapping[str, Any], flag: str = "--out") -> None:
-    """Write the settings of a comparison into its folder, or check that an existing file has the same ones."""
+def write_settings(file: Path, settings: Mapping[str, Any], hint: str = "Choose another --out") -> None:
+    """Write the settings of a comparison into its folder, or check that an existing file has the same ones.
+
+    `hint`: what to do about a folder that cannot be used.
+    """
     out = file.parent
     try:
         if file.is_file() and read_json(file) != settings:
-            raise VitralError(f"{out} holds a comparison with other settings", f"Choose another {flag}")
+            raise VitralError(f"{out} holds a comparison with other settings", hint)
         if not file.is_file():
             Run.check_available(out)
             out.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise VitralError(f"cannot use {out}: {error}", f"Choose another {flag}") from error
+        raise VitralError(f"cannot use {out}: {error}", hint) from error
     atomic_write(file, dump_json(settings, indent=2) + "\n")
 
 
