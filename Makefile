@@ -46,6 +46,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/mnist_cpu.py
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Installing everything for development into .venv: 3 GB, several minutes"
 	$(PYTHON) -m venv .venv
 	-grep == constraints.txt | sort -r | xargs -P 2 -n 25 $(PIP) --no-deps  # on two cores; torch is in the first batch
 	$(PIP) -c constraints.txt -e '.[dev]'  # vitral, and whatever is missing

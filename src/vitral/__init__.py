@@ -60,6 +60,7 @@ _PACKAGES = ("data", "explain", "weights")
 __all__ = ["__version__", *_PACKAGES, *_MODULE_OF]
 _RIGHT_CALLS = {
     "Model": "vitral.load(MODEL)",
+    "create_model": 'vitral.ViT.from_preset("Ti/16"), or vitral.load(MODEL) for a trained model',
     "export": "vitral.api.export(MODEL)",
     "fit": "vitral.train(DATA)",
     "predict": "vitral.load(MODEL).predict(IMAGE)",

@@ -109,6 +109,9 @@ def test_measured_coverage_and_sizes_by_hand() -> None:
     assert [row.support for row in report.per_class] == [1, 3, 0]
     assert [None if row.coverage is None else row.coverage.value for row in report.per_class] == [1, 1 / 3, None]
     assert report.size_text() == "1 in 75.0%, 2 in 25.0% of sets"
+    assert not report.single_classes_suffice
+    first = evaluate_prediction_sets(sets, p[:1], torch.tensor([0]), ("a", "b", "c"))
+    assert first.single_classes_suffice
 
 
 def test_report_counts_the_sets_that_predictions_show() -> None:

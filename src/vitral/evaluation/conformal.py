@@ -52,6 +52,11 @@ class PredictionSetReport:
             parts.append(f"more in {larger / total:.1%}")
         return f"{', '.join(parts)} of sets" if len(self.sizes) > 1 else "one class in every set"
 
+    @property
+    def single_classes_suffice(self) -> bool:
+        """Whether every set has one class and the coverage is above the target; larger sets need a higher target."""
+        return self.coverage.value > self.target and len(self.sizes) == 1
+
     def least_covered(self) -> list[tuple[ClassCoverage, Interval]]:
         """Classes whose coverage is below the target even at the upper end of its interval, lowest first."""
         rows = [(row, row.coverage) for row in self.per_class if row.coverage is not None]

@@ -73,6 +73,7 @@ def prediction_sets_section(data: ReportData) -> str:
         f"{100 * sets.target:.4g}% of the sets contain the true class. Measured on {data.evaluation.images:,} "
         f"{data.split_name} images: {percent(sets.coverage.value)} ({interval(sets.coverage)}), with "
         f"{sets.mean_size:.2f} classes per set on average."
+        + (" The most probable class alone reaches the target." if sets.single_classes_suffice else "")
     )
     rows = [
         (
@@ -87,7 +88,7 @@ def prediction_sets_section(data: ReportData) -> str:
     footnote = (
         "The sets were fitted on these images, so this is not a measurement of their coverage."
         if data.split_name == "validation"
-        else "The coverage is that of all images; single classes can be below it, the least covered first."
+        else "The target holds for all images together; single classes can be below it. The lowest coverage is first."
     )
     return (
         f'<p>{text(summary)}</p><div class="columns roomy"><div>{_set_size_chart(sets)}</div>'

@@ -144,9 +144,9 @@ def prediction_sets_text(sets: PredictionSetReport) -> str:
         f"  {'Classes per set':<20}{sets.mean_size:>8.2f}  {sets.size_text()}",
     ]
     if low := sets.least_covered():
-        classes = ", ".join(f"{row.name} {coverage.value:.1%}" for row, coverage in low)
+        classes = ", ".join(f"{row.name} ({coverage.value:.1%})" for row, coverage in low)
         lines.append(f"  Below the target: {classes}")
-    if sets.coverage.value > sets.target and len(sets.sizes) == 1:
+    if sets.single_classes_suffice:
         lines.append("  Single classes already reach this coverage; sets of several need a higher --coverage")
     return "\n".join(lines)
 
