@@ -167,6 +167,17 @@ def test_without_duplicates_groups_do_not_change_the_holdout():
     assert np.array_equal(with_groups, stratified_holdout(labels, 0.2, seed=3))
 
 
+def test_many_copies_that_shrink_the_held_out_split_are_reported(scenes, tmp_path: Path):
+    for index in range(20):
+        folder = tmp_path / "photos" / ("ants" if index % 2 else "bees")
+        folder.mkdir(parents=True, exist_ok=True)
+        scenes[index % 2 if index < 18 else index].save(folder / f"{index}.jpg")
+    listing = list_folder(tmp_path / "photos", validation=0.25)
+    count = len(listing.splits["validation"])
+    assert count < 4
+    assert f"16 near-duplicates kept in one split, so only {count} instead of 5 images are held out" in listing.source
+
+
 def test_near_duplicates_in_a_folder_stay_in_one_split(scenes, tmp_path: Path):
     for index, image in enumerate(scenes[:40]):
         folder = tmp_path / "photos" / ("ants" if index % 2 else "bees")

@@ -162,6 +162,9 @@ def _hold_out(
     num_copies = 0 if groups is None else len(groups) - len(np.unique(groups))
     if num_copies:
         source += f", {num_copies:,} near-duplicate{'s' if num_copies > 1 else ''} kept in one split"
+        num_held_out, expected = int(masks.validation.sum() + masks.test.sum()), (validation + test_split) * len(train)
+        if fold is None and num_held_out < 0.8 * expected:
+            source += f", so only {num_held_out:,} instead of {expected:,.0f} images are held out"
     splits = {split: list(items) for split, items in listing.splits.items()} | {"train": []}
     splits |= {} if fold in (None, ALL_FOLDS) else {"test": []}
     for item, for_validation, for_test, is_unused in zip(train, *masks, strict=True):
