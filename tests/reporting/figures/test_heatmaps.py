@@ -37,6 +37,13 @@ def test_every_row_has_the_image_and_all_methods(targets: list[str], cpu: Hardwa
     assert drawn == [[True, True, True]] * len(targets)
 
 
+def test_footnote_does_not_call_a_requested_class_predicted(cpu: Hardware) -> None:
+    predicted = explain_gray_image(cpu, ["relevance"]).prediction
+    for label, text in ((predicted[0], "predicted class"), (predicted[1], "requested class")):
+        explanation = explain_gray_image(cpu, ["relevance"], [label.name])
+        assert heatmaps.footnote(explanation, 1) == f"{text} and probability"
+
+
 def test_overlay_is_dark_outside_the_crop_and_bright_on_important_regions(cpu: Hardware) -> None:
     explanation = explain_gray_image(cpu, ["rollout"])
     over = np.asarray(heatmaps.render_heatmap(explanation.image, explanation.heatmaps[0])).astype(int).sum(axis=2)

@@ -86,12 +86,17 @@ def plot_explanation(explanation: Explanation, path: Path, colormap: Colormap = 
             draw_image(axes, np.asarray(render_heatmap(explanation.image, heat, colormap)))
             note = "" if heat.method.is_class_specific or len(rows) == 1 else " (same for all classes)"
             axes.set_title(heat.method.name + note, fontsize=10, loc="left", color=GRAY)
-    figure.text(0, 0, _footnote(explanation, len(rows)), fontsize=9, color=GRAY, va="bottom")
+    figure.text(0, 0, footnote(explanation, len(rows)), fontsize=9, color=GRAY, va="bottom")
     return save(figure, path)
 
 
-def _footnote(explanation: Explanation, num_classes: int) -> str:
-    text = "blue: predicted class" if num_classes > 1 else "predicted class and probability"
+def footnote(explanation: Explanation, num_classes: int) -> str:
+    """What the titles and colours of a figure mean."""
+    if num_classes > 1:
+        text = "blue: predicted class"
+    else:
+        is_predicted = explanation.heatmaps[0].label in explanation.prediction[:1]
+        text = f"{'predicted' if is_predicted else 'requested'} class and probability"
     if explanation.values:
         text = "target and predicted value"
     elif not explanation.prediction:
