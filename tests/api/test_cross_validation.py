@@ -18,8 +18,9 @@ from support.common import Command, skip_figures
 from support.interruption import Moment, run_interrupted
 from support.photos import COLOURS, noisy_image, save_class_folders
 from support.training import run_vitral, weight_bytes
+from vitral.api.cross_validation import fold_result
 from vitral.errors import VitralError
-from vitral.evaluation.cross_validation import CrossValidation
+from vitral.evaluation.cross_validation import CrossValidation, load_fold_predictions
 from vitral.models.variants.ensemble import EnsembleViT
 from vitral.recipes.schema import read_recipe
 from vitral.runs.model_io import load_model, load_model_config
@@ -74,6 +75,15 @@ def test_folds_are_ordinary_runs_tested_on_their_fold(result: CrossValidation) -
         report = vitral.evaluate(fold.folder)  # of the run alone, on the same images
         assert (report.split, report.images) == ("test", fold.images)
         assert report.top1 == pytest.approx(fold.accuracy)
+
+
+def test_epoch_0_of_fine_tuning_is_not_counted(result: CrossValidation, tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(result.folds[0].folder, tmp_path / "fold")))
+    rows = run.load_metrics()
+    run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in [rows[0] | {"epoch": 0}, *rows]))
+    predictions = load_fold_predictions(run.path / "out_of_fold.npz")
+    assert predictions is not None
+    assert fold_result(1, run, predictions).epochs == result.folds[0].epochs == 2
 
 
 def test_the_refit_is_trained_on_all_images_and_evaluated_on_the_test_split(result: CrossValidation) -> None:

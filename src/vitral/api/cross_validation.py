@@ -147,7 +147,7 @@ def _run(
             progress.set_label(f"fold {number} of {settings.folds}")
             fold = folder / f"fold-{number}"
             predictions.append(_train_fold(settings.fold_recipe(number), fold, items, [progress], overrides))
-            results.append(_fold_result(number, Run(fold), predictions[-1]))
+            results.append(fold_result(number, Run(fold), predictions[-1]))
             terminal.print_fold(console, results[-1])
         check_same_images(predictions, settings.recipe.data.name)
         epochs = max(round(float(np.mean([result.best_epoch for result in results]))), 1)
@@ -205,7 +205,7 @@ def _train_in(
         train(items, recipe=recipe, out=folder, callbacks=callbacks, allow_leak=allow_leak)
 
 
-def _fold_result(number: int, run: Run, predictions: FoldPredictions) -> FoldResult:
+def fold_result(number: int, run: Run, predictions: FoldPredictions) -> FoldResult:
     metrics = run.load_metrics()
     return FoldResult(
         number=number,
@@ -213,7 +213,7 @@ def _fold_result(number: int, run: Run, predictions: FoldPredictions) -> FoldRes
         images=len(predictions.labels),
         accuracy=float((predictions.logits.argmax(dim=1) == predictions.labels).double().mean()),
         best_epoch=load_model_config(run.model_dir / "config.json").epoch,
-        epochs=len(metrics),
+        epochs=int(metrics[-1]["epoch"]) if metrics else 0,  # fine-tuning begins with epoch 0, the fitted head
         seconds=float(metrics[-1]["seconds"]) if metrics else 0.0,
     )
 

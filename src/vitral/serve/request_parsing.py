@@ -18,7 +18,10 @@ from vitral.data.preprocess import Preprocessing
 from vitral.serve.limits import ErrorCode, Limits, RequestError
 from vitral.utils.json_toml import parse_json
 
-BODY_HINT = 'Send image files as multipart/form-data, one image as raw bytes, or JSON: {"images": ["<base64>"]}'
+BODY_HINT = (
+    "Send image files as multipart/form-data, one image as raw bytes (Content-Type: image/jpeg), "
+    'or JSON: {"images": ["<base64>"]}'
+)
 
 
 class Upload(NamedTuple):
