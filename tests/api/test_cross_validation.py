@@ -99,6 +99,18 @@ def test_the_refit_is_trained_on_all_images_and_evaluated_on_the_test_split(resu
     assert "all folds" in environment["data"]["source"]
 
 
+@pytest.mark.slow
+def test_the_error_for_a_model_of_all_images_names_the_report(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_figures(monkeypatch)
+    vitral.train(photos / "train", out=tmp_path / "run", **TINY | {"epochs": 1, "data.fold": "all"})
+    with pytest.raises(VitralError, match="has no validation images") as error:
+        vitral.evaluate(tmp_path / "run")
+    assert "The report of the cross-validation estimates its accuracy" in error.value.hint
+    assert "--split" not in error.value.hint
+
+
 def test_the_folder_is_a_model(result: CrossValidation, photos: Path) -> None:
     prediction = vitral.load(folder_of(result)).predict(photos / "test" / "bees" / "00.jpg")
     assert prediction.best.name in ("ants", "bees")

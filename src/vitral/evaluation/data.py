@@ -23,6 +23,7 @@ from vitral.data.files.listing import DatasetListing
 from vitral.data.files.location import ImageLocation
 from vitral.data.files.packed import is_packed
 from vitral.data.files.unreadable import check_unreadable_fraction
+from vitral.data.folds import ALL_FOLDS
 from vitral.data.lazy_images import Images, LazyImages
 from vitral.data.names import SEQUENCE_PREFIX, is_file_dataset, is_shard_pattern
 from vitral.data.preprocess import Preprocessing
@@ -178,11 +179,15 @@ def load_eval_target(
         is_own_data = name.rstrip("/") == predictor.model_config.trained_on.rstrip("/")
         dataset = load_dataset_for(name, predictor, recipe, hold_out=is_own_data or split not in (None, "test"))
     check_classes(dataset, predictor)
+    hint = "Omit --split, or name another folder with --data"
     if split is None:
+        hint = "Name images that were not used for training with --data"
+        if recipe is not None and recipe.data.parsed_fold == ALL_FOLDS:
+            hint = f"The report of the cross-validation estimates its accuracy. {hint}"
         split = "test" if data or len(dataset.test) else "validation"
     labelled: Split = getattr(dataset, split)
     if not len(labelled) and not data:
-        raise VitralError(f"{dataset.name} has no {split} images", "Omit --split, or name another folder with --data")
+        raise VitralError(f"{dataset.name} has no {split} images", hint)
     parts = [part for part in ((labelled,) if len(labelled) else (dataset.train, dataset.validation)) if len(part)]
     notes = list(dataset.notes)
     loaded = [
