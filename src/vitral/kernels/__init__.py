@@ -10,7 +10,7 @@ GEMMs there is one kernel:
     LN + residual   layernorm_gelu
       ▼  qkv GEMM (linear)
     QK-norm, RoPE   qk_norm_rope
-    attention       attention (65 to 256 tokens), short_attention (up to 64), or PyTorch
+    attention       attention (65 to 640 tokens), short_attention (up to 64), or PyTorch
       ▼  projection GEMM
     LN + residual   layernorm_gelu
       ▼  MLP GEMM
