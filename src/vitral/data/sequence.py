@@ -135,7 +135,7 @@ def load_sequence(
     )
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
     held_out += [] if fold is None else [fold_text(fold)]
-    held_out += [f"{validation:.0%} held out for validation"] * (fold != ALL_FOLDS)
+    held_out += [f"{validation:.0%} held out for validation"] * (validation > 0 and fold != ALL_FOLDS)
     return Dataset(
         name=sequence_name(data),
         classes=classes,

@@ -222,6 +222,7 @@ def test_duplicates_are_not_searched_if_nothing_is_held_out(scenes, tmp_path, mo
     monkeypatch.setattr("vitral.data.files.duplicates.duplicate_groups", lambda *_: pytest.fail("searched"))
     listing = list_folder(tmp_path, validation=0.0)
     assert (len(listing.splits["train"]), len(listing.splits["validation"])) == (4, 0)
+    assert listing.source == f"from {tmp_path}"
 
 
 def test_ten_thousand_images_are_compared_in_seconds():

@@ -157,7 +157,7 @@ def _hold_out(
     masks = holdout_masks(labels, validation=validation, test=test_split, groups=groups, fold=fold)
     held_out = [f"{test_split:.0%} held out for testing"] * (test_split > 0)
     held_out += [] if fold is None else [fold_text(fold)]
-    held_out += [f"{validation:.0%} held out for validation"] * (not has_validation and fold != ALL_FOLDS)
+    held_out += [f"{validation:.0%} held out for validation"] * (validation > 0 and fold != ALL_FOLDS)
     source = ", ".join([listing.source, *held_out])
     num_copies = 0 if groups is None else len(groups) - len(np.unique(groups))
     if num_copies:
