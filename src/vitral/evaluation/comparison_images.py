@@ -94,9 +94,9 @@ def load_comparison_images(
     )
 
 
-def _load_dataset(name: str, predictor: Predictor, hint: str | None = None) -> Dataset:
+def _load_dataset(name: str, predictor: Predictor, hint: str | None = None, *, hold_out: bool = True) -> Dataset:
     try:
-        return load_dataset_for(name, predictor, run_recipe(predictor))
+        return load_dataset_for(name, predictor, run_recipe(predictor), hold_out=hold_out)
     except VitralError as error:
         raise VitralError(f"no images to measure with: {error.what}", hint or error.hint) from error
 
@@ -144,7 +144,7 @@ def _requested_sources(data: str, predictor: Predictor, count: int) -> _Sources:
         sources = find_images([folder], skipped.add)
         files = _Sources(sources=sources, notes=tuple(filter(None, [skipped.summary()])))
         return files.select(evenly_spaced_indices(len(files.sources), count))
-    dataset = _load_dataset(data, predictor)
+    dataset = _load_dataset(data, predictor, hold_out=False)
     splits = (dataset.test,) if len(dataset.test) else (dataset.train, dataset.validation)
     return _dataset_sources(dataset, splits, predictor, count, True)
 
