@@ -204,11 +204,19 @@ def photo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_unreadable_files_are_left_out_up_to_the_limit(photo_run: Path, tmp_path: Path) -> None:
     predictor = Predictor.load(photo_run, device="cpu")
     photos = save_class_folders(tmp_path / "photos", ["ants", "bees"], 60)
+    intact = load_eval_target(predictor, str(photos)).split
+    (photos / "bees" / "01.jpg").write_bytes(b"not an image")
+    split = load_eval_target(predictor, str(photos)).split
+    rows = [row for row in range(120) if row != 61]
+    assert torch.equal(split.images[:], intact.images[torch.tensor(rows)])
+    assert torch.equal(split.labels, intact.labels[rows])
+    assert split.locations == [intact.locations[row] for row in rows]  # type: ignore[index]
+    (photos / "bees" / "01.jpg").unlink()
     (photos / "ants" / "00.jpg").write_bytes(b"not an image")
-    assert vitral.evaluate(predictor, data=str(photos)).images == 119
+    assert vitral.evaluate(predictor, data=str(photos)).images == 118
     for index in range(1, 4):
         (photos / "ants" / f"{index:02}.jpg").write_bytes(b"not an image")
-    with pytest.raises(VitralError, match="4 of 1"):
+    with pytest.raises(VitralError, match="4 of 119"):
         vitral.evaluate(predictor, data=str(photos))
 
 

@@ -63,7 +63,7 @@ class FileImages(LazyImages):
             yield cast(Tensor, images)
 
     def decode(self, indices: Tensor) -> tuple[Images, dict[int, str]]:
-        """Images (N, C, H, W), and error messages by position. Unreadable images are zero."""
+        """The readable images (N, C, H, W) at these indices, and error messages by position of the others."""
         count = len(indices)
         images = _buffer((count, *self.shape[1:]), self.predictor.model_config.preprocessing)
         sizes = torch.tensor(self.shape[2:]).repeat(count, 1)
@@ -85,6 +85,11 @@ class FileImages(LazyImages):
         with ThreadPoolExecutor(max(2, available_cpus()), thread_name_prefix="decode") as pool:
             for _ in pool.map(decode_one, range(count), (self.locations[index] for index in indices.tolist())):
                 pass
+        readable = [position for position in range(count) if position not in errors]
+        if errors:  # in place: the images may be too large for memory
+            for row, position in enumerate(readable):
+                images[row], sizes[row] = images[position], sizes[position]
+            images, sizes = images[: len(readable)], sizes[: len(readable)]
         is_native = self.predictor.model_config.preprocessing.resize == "native"
         return VariableSizeImages(images, sizes) if is_native else images, errors
 
@@ -240,16 +245,14 @@ def load_split(
     if isinstance(split.images, FileImages):
         images, errors = split.images.decode(torch.arange(len(split)) if indices is None else indices)
         # Too many in a sample are too many if all other files can be read.
-        count = len(images) if len(errors) == len(images) else len(split)
+        count = len(split) if len(images) else len(errors)
         check_unreadable_fraction(errors.values(), count, split.images.max_unreadable)
-        if errors:
-            readable = torch.tensor([position not in errors for position in range(len(images))])
-            images, labels = images[readable], labels[readable]
-            if notes is not None:
-                notes.append(unreadable_note([errors[position] for position in sorted(errors)]))
+        if errors and notes is not None:
+            notes.append(unreadable_note([errors[position] for position in sorted(errors)]))
         rows = range(len(split)) if indices is None else indices.tolist()
-        locations = [split.images.locations[row] for position, row in enumerate(rows) if position not in errors]
-        return Split(images=images, labels=labels, is_model_input=True, locations=locations)
+        readable = [position for position in range(len(rows)) if position not in errors]
+        locations = [split.images.locations[rows[position]] for position in readable]
+        return Split(images=images, labels=labels[readable], is_model_input=True, locations=locations)
     selected = split.images if indices is None else split.images[indices]
     kept = split if indices is None else replace(split, locations=None, fingerprints=None)
     return replace(kept, images=selected, labels=labels).to_model_input(predictor.model_config.preprocessing)
