@@ -245,6 +245,7 @@ def test_chart_is_valid_svg_with_marks_at_the_right_positions() -> None:
     assert svg is not None
     assert svg.attrib["aria-label"] == "a <chart>"
     assert padded_range([math.nan, 1.0, 3.0]) == pytest.approx((0.88, 3.12))
+    assert padded_range([0.0, 0.0], floor=0.0) == (0.0, 1.0)
 
 
 def test_spectral_order_puts_confused_classes_next_to_each_other() -> None:

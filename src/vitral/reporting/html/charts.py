@@ -132,8 +132,8 @@ def nice_ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def padded_range(values: Sequence[float], padding: float = 0.06, floor: float | None = None) -> tuple[float, float]:
-    """A range that contains the values, with some padding."""
+    """A range that contains the values, with some padding; from -1 to 1 if all are 0."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    space = (high - low) * padding or max(abs(high), 1e-6) * padding
+    space = (high - low) * padding or abs(high) * padding or 1.0
     return (max(low - space, floor) if floor is not None else low - space), high + space
