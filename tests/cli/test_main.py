@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from PIL import Image
 
 from support.common import TINY_MODEL, Command
 from vitral import api
+from vitral.cli import main as cli
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +98,26 @@ def test_errors_have_two_lines_and_exit_status_2(vitral, monkeypatch, tmp_path, 
     assert lines[1].startswith("       ")
     assert hint in lines[1]
     assert "Traceback" not in err
+
+
+def test_a_missing_dependency_is_an_error_of_two_lines(vitral, monkeypatch):
+    """As after `pip install --no-deps vitral`, which suffices for exported models."""
+
+    def load_command(name: str) -> None:
+        import_module("platformdirs")
+
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    monkeypatch.setattr(cli, "load_command", load_command)
+    code, _, err = vitral("data", "where", "mnist")
+    assert code == 2
+    assert err.startswith("error: vitral data requires platformdirs\n       Install vitral without --no-deps; ")
+
+
+def test_every_dependency_is_known():
+    import_names = {"pillow": "PIL", "scikit-learn": "sklearn", "tomli-w": "tomli_w"}
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    names = [re.split("[>=]", requirement)[0] for requirement in tomllib.loads(text)["project"]["dependencies"]]
+    assert {import_names.get(name, name) for name in names} == cli.DEPENDENCIES
 
 
 def test_train_writes_a_complete_run_folder(run):

@@ -82,6 +82,11 @@ COMMANDS_ELSEWHERE = {
     "validate": "evaluate",
     "visualize": "explain",
 }
+# modules of the packages in pyproject.toml
+DEPENDENCIES = {
+    "filelock", "matplotlib", "numpy", "PIL", "platformdirs", "rich", "safetensors", "sklearn", "tomli_w", "torch",
+    "torchinfo",
+}  # fmt: skip
 COMMANDS = tuple(name for commands in COMMAND_GROUPS.values() for name, _, _ in commands)
 
 
@@ -122,7 +127,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "Check the path, its permissions and the free disk space",
             )
         )
-    except Exception:
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in DEPENDENCIES:
+            hint = "Install vitral without --no-deps; without its dependencies, only exported .onnx models can be used"
+            exit_with_error(VitralError(f"vitral {words[0]} requires {error.name}", hint))
         report_to_torchrun(traceback.format_exc())
         raise
 
