@@ -413,7 +413,8 @@ def recommend(rows: Sequence[BenchRow], num_images: int) -> tuple[BenchRow, str]
     fastest = max(faster, key=lambda row: row.images_per_second)
     reason = f"{speed}; {fastest.engine} is not used: {_comparison(fastest, fp32, num_images)}"
     if num_images < (needed := images_to_show(MIN_AGREEMENT)):
-        return best, f"{reason}; at least {needed} images are needed to show an agreement of {MIN_AGREEMENT:.0%}"
+        too_few = f"at least {needed} images are needed to show an agreement of {MIN_AGREEMENT:.0%}"
+        return best, f"{reason}; {too_few}, name more with --data"
     return best, f"{reason}, not above {MIN_AGREEMENT:.0%}"
 
 
