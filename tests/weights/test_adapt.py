@@ -48,8 +48,9 @@ def build_model(config: ViTConfig, state: dict[str, torch.Tensor]) -> ViT:
 def test_same_config_and_classes_give_the_same_logits():
     source = make_checkpoint()
     images = torch.rand(2, 3, 32, 32)
-    model = build_model(CONFIG, adapt_weights(source, "plain", CONFIG, CLASSES).state)
-    assert torch.equal(model(images), source.build()(images))
+    adapted = adapt_weights(source, "plain", CONFIG, CLASSES)
+    assert torch.equal(build_model(CONFIG, adapted.state)(images), source.build()(images))
+    assert adapted.notes[-1] == "head: kept, it has all classes"
 
 
 def test_head_rows_are_kept_by_class_name_and_new_rows_are_zero():

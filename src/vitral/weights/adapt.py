@@ -131,6 +131,8 @@ def adapt_heads(state: dict[str, Tensor], checkpoint: Checkpoint, classes: tuple
         for row, name in enumerate(classes):
             if name in old_rows:
                 state[key][row] = old[old_rows[name]]
+    if num_kept == len(classes):
+        return "head: kept, it has all classes"
     return f"head: {num_kept} of {len(classes)} classes kept, the others new" if num_kept else "head: new"
 
 
