@@ -289,7 +289,7 @@ def bomb(width: int, height: int) -> bytes:
 @pytest.mark.parametrize("side", [11_000, 30_000])
 def test_decompression_bomb_is_rejected_before_decoding(side: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(ImageTooLargeError, match=r"more than the limit|too many pixels"):
+    with pytest.raises(ImageTooLargeError, match="more than the limit of 100 megapixels"):
         decode_image(bomb(side, side))
 
 

@@ -313,7 +313,7 @@ def _translate_errors(source: object, name: str) -> Iterator[None]:
     except PermissionError as error:
         raise ImageDecodeError(f"{name}: permission denied", "Check the file's permissions") from error
     except Image.DecompressionBombError as error:
-        raise ImageTooLargeError(f"{name}: too many pixels") from error
+        raise ImageTooLargeError(f"{name}: more than the limit of {MAX_PIXELS / 10**6:g} megapixels") from error
     except Exception as error:  # Pillow raises almost anything on corrupt files: struct.error, IndexError, ...
         raise ImageDecodeError(f"{name}: corrupt or truncated ({str(error) or type(error).__name__})") from error
 
