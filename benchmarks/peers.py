@@ -257,8 +257,9 @@ def select_vitral_hardware(case: Case, info: Info) -> tuple[ViTConfig, Hardware]
             compile_option = "no"
         elif option not in ("auto", "unfused") and not option.startswith(("recheck-", "tome-")):
             precision = option
-    settings: Any = {"precision": precision, "compile": compile_option, "allow_fp8": case.mode == "train"}
-    hardware = select_hardware(**settings, width=config.width, tokens=case.batch_size * config.num_tokens)
+    tokens = case.batch_size * config.num_tokens if case.mode == "train" else 0
+    settings: Any = {"precision": precision, "compile": compile_option, "fp8_tokens": tokens}
+    hardware = select_hardware(**settings, width=config.width)
     if "unfused" in case.option_list:
         hardware = replace(hardware, use_triton=False, fp8=False, fp8_is_auto=False)
     info["hardware"] = str(hardware)

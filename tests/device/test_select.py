@@ -12,7 +12,6 @@ from torch import nn
 from support.common import FakeMachine
 from vitral.device.cpu import available_cpus
 from vitral.device.select import (
-    MANY_TOKENS,
     MIN_STEPS_TO_COMPILE,
     MIN_WIDTH_BF16,
     Hardware,
@@ -20,6 +19,8 @@ from vitral.device.select import (
     select_hardware,
 )
 from vitral.errors import VitralError
+
+MANY_TOKENS = 100_000  # per training step
 
 requires_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -69,30 +70,30 @@ def test_fp8_request_means_bf16_with_fp8_gemms(fake_machine: FakeMachine) -> Non
 @requires_triton
 def test_fp8_is_selected_automatically_for_training_wide_models(fake_machine: FakeMachine) -> None:
     fake_machine(gpu=True)
-    hardware = select_hardware(width=768, allow_fp8=True)
+    hardware = select_hardware(width=768, fp8_tokens=MANY_TOKENS)
     assert (hardware.precision, hardware.fp8, hardware.fp8_is_auto) == ("bf16", True, True)
     assert "bf16 (large GEMMs in FP8: faster, same learning curves)" in str(hardware)
-    assert not select_hardware(precision="fp8", width=768, allow_fp8=True).fp8_is_auto
-    assert select_hardware(width=384, allow_fp8=True, tokens=MANY_TOKENS).fp8_is_auto
+    assert not select_hardware(precision="fp8", width=768, fp8_tokens=MANY_TOKENS).fp8_is_auto
+    assert select_hardware(width=384, fp8_tokens=MANY_TOKENS).fp8_is_auto
     other_options: tuple[dict[str, Any], ...] = (
-        {"width": 384},
-        {"width": 384, "tokens": MANY_TOKENS - 1},
-        {"width": 256, "tokens": MANY_TOKENS},
-        {"width": 768, "allow_fp8": False},
+        {"width": 384, "fp8_tokens": MANY_TOKENS // 4},
+        {"width": 768, "fp8_tokens": MANY_TOKENS // 16},
+        {"width": 192},
+        {"width": 768, "fp8_tokens": 0},
         {"width": 768, "precision": "bf16"},
         {"width": 768, "compile": "no"},
         {},
     )
     for options in other_options:
-        assert not select_hardware(**{"allow_fp8": True} | options).fp8
+        assert not select_hardware(**{"fp8_tokens": MANY_TOKENS} | options).fp8
     fake_machine(gpu=True, capability=(8, 9))
-    assert not select_hardware(width=768, allow_fp8=True).fp8
+    assert not select_hardware(width=768, fp8_tokens=MANY_TOKENS).fp8
 
 
 @requires_triton
 def test_without_fp8_records_why(fake_machine: FakeMachine) -> None:
     fake_machine(gpu=True)
-    hardware = select_hardware(width=768, allow_fp8=True).without_fp8("the self-check failed")
+    hardware = select_hardware(width=768, fp8_tokens=MANY_TOKENS).without_fp8("the self-check failed")
     assert (hardware.fp8, hardware.fp8_is_auto, hardware.precision) == (False, False, "bf16")
     assert hardware.reasons["precision"] == "FP8 is unavailable: the self-check failed"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def wide_setup(
 ) -> TrainingSetup:
     fake_machine(gpu=True)
     model = replace(recipe.model, width=768, heads=12, mlp_width=3072)
-    recipe = replace(recipe, device="gpu", precision="auto", compile="auto", model=model)
+    recipe = replace(recipe, device="gpu", precision="auto", compile="auto", model=model, batch_size=10_000)
     return TrainingSetup(
         recipe=recipe,
         dataset=dataset,
@@ -39,6 +40,12 @@ def test_training_all_weights_uses_fp8(wide_setup: TrainingSetup) -> None:
     assert training_hardware(wide_setup).fp8_is_auto
     fine_tuning = replace(wide_setup, recipe=replace(wide_setup.recipe, init_from="b16.safetensors"))
     assert training_hardware(fine_tuning).fp8_is_auto
+
+
+@pytest.mark.parametrize("changes", [{"batch_size": 32}, {"grad_accum": 100}], ids=str)
+def test_few_tokens_per_step_use_bf16(wide_setup: TrainingSetup, changes: dict[str, Any]) -> None:
+    hardware = training_hardware(replace(wide_setup, recipe=replace(wide_setup.recipe, **changes)))
+    assert (hardware.precision, hardware.fp8) == ("bf16", False)
 
 
 def test_training_a_part_of_the_weights_and_continued_pretraining_use_bf16(wide_setup: TrainingSetup) -> None:

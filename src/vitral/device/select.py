@@ -29,10 +29,10 @@ CompileOption = Literal["auto", "yes", "no"]
 # faster at width 64, equal at 192, and 1.7x slower at 384 (AMD EPYC 9004, two cores, torch 2.13).
 MIN_WIDTH_BF16 = 192
 
-# On an H200, FP8 training was 1.26x as fast as bf16 at width 768, 1.28x at 1024 and, with earlier kernels, 0.96x at
-# 192. At width 384 it was 1.09x with 100,864 tokens per step, 1.03x with 25,216 and 0.86x with 6,304.
-# docs/explanation/results/fp8.md compares the learning curves.
-MIN_WIDTH_FP8, MIN_WIDTH_FP8_MANY_TOKENS, MANY_TOKENS = 512, 384, 50_000
+# FP8 against bf16 in training on an H200, by tokens·width²: width 384: 0.86x at 0.9e9, 1.03x at 3.7e9, 1.09x at 15e9;
+# width 768: 0.99x at 3.7e9, 1.24x at 15e9, 1.26x at 30e9; width 1024: 1.28x at 26e9; width 192, with earlier kernels:
+# 0.96x at 7.4e9. docs/explanation/results/fp8.md compares the learning curves.
+MIN_WIDTH_FP8, MIN_GEMM_SIZE_FP8 = 384, 7e9
 
 # Compilation takes about a minute, more than it saves in a shorter run.
 MIN_STEPS_TO_COMPILE = 3000
@@ -134,12 +134,11 @@ def select_hardware(
     compile: CompileOption = "auto",
     width: int | None = None,
     steps: int | None = None,
-    allow_fp8: bool = False,
-    tokens: int = 0,
+    fp8_tokens: int = 0,
 ) -> Hardware:
     """The fastest safe choice for a model of this width and a run of this many steps; explicit options win.
 
-    FP8 is only selected automatically for training that `allow_fp8` permits. `tokens`: of all ranks in a training step.
+    `fp8_tokens`: of all ranks in a step of a training that may select FP8 automatically; 0 if it may not.
     """
     world = world_from_env()
     torch_device, device_reason = _select_device(device, world)
@@ -161,9 +160,7 @@ def select_hardware(
             "FP8 requires a GPU, Triton and --compile auto or yes",
             "Use --precision bf16 or auto",
         )
-    fp8_is_auto = (
-        use_triton and precision == "auto" and allow_fp8 and _fp8_is_faster(torch_device, width, tokens // world.size)
-    )
+    fp8_is_auto = use_triton and precision == "auto" and _fp8_is_faster(torch_device, width, fp8_tokens // world.size)
     if fp8_is_auto:
         reasons["precision"] = "large GEMMs in FP8: faster, same learning curves"
     return Hardware(
@@ -240,10 +237,10 @@ def _require_fp8(device: torch.device) -> None:
 
 
 def _fp8_is_faster(device: torch.device, width: int | None, tokens: int) -> bool:
-    """On Hopper or newer, for wide models; see MIN_WIDTH_FP8."""
+    """On Hopper or newer, for large GEMMs; see MIN_GEMM_SIZE_FP8."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    min_width = MIN_WIDTH_FP8_MANY_TOKENS if tokens >= MANY_TOKENS else MIN_WIDTH_FP8
-    return is_hopper and width is not None and width >= min_width
+    is_large = width is not None and width >= MIN_WIDTH_FP8 and tokens * width**2 >= MIN_GEMM_SIZE_FP8
+    return is_hopper and is_large
 
 
 def bf16_is_faster(device: torch.device, width: int) -> bool:

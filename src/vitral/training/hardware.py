@@ -22,14 +22,14 @@ def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardw
     FP8 is not selected automatically for a resumed run that started without it (`continues_fp8=False`).
     """
     recipe = setup.recipe
+    tokens = recipe.batch_size // recipe.grad_accum * recipe.model.num_tokens
     hardware = select_hardware(
         device=recipe.device,
         precision=recipe.precision,
         compile=recipe.compile,
         width=recipe.model.width,
         steps=setup.steps_per_epoch * recipe.epochs,
-        allow_fp8=continues_fp8 and _learns_as_well_in_fp8(recipe),
-        tokens=recipe.batch_size // recipe.grad_accum * recipe.model.num_tokens,
+        fp8_tokens=tokens if continues_fp8 and _learns_as_well_in_fp8(recipe) else 0,
     )
     if recipe.data.resize == "native" and recipe.compile == "auto" and hardware.compile:
         reason = "native resizing has several patch grids, and each would be compiled"
