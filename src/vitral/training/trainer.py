@@ -391,7 +391,8 @@ class Trainer:
     def end_epoch(self, metrics: dict[str, Any]) -> None:
         """Report the epoch and save a checkpoint if one is due or a signal arrived during validation."""
         state, every = self.state, self.recipe.checkpoint_epochs
-        self.callbacks.on_epoch_end(metrics, self.clock.seconds_left(state, self.total_steps))
+        seconds_left = 0.0 if self.time_is_over else self.clock.seconds_left(state, self.total_steps)
+        self.callbacks.on_epoch_end(metrics, seconds_left)
         should_stop, _, self.time_is_over = self.flags.flush(
             self.interrupt.is_set(), False, self.time_is_over or self.deadline_has_passed()
         )

@@ -21,6 +21,7 @@ from vitral.runs.model_io import load_model
 from vitral.ssl.collapse import PATIENCE, CollapseMetrics
 from vitral.ssl.method import Branch
 from vitral.training import step
+from vitral.training.callbacks import Callback
 from vitral.training.optim.schedule import set_learning_rate
 from vitral.training.pretraining.trainer import PretrainTrainer
 from vitral.weights.checkpoint import NO_HEAD
@@ -85,7 +86,13 @@ def test_a_deadline_that_passes_between_epochs_leaves_a_model(pretrain_tiny: Fit
             self.deadline = 0.0
             return metrics
 
-    run = pretrain_tiny(trainer_class=Late)
+    class RecordSecondsLeft(Callback):
+        def on_epoch_end(self, metrics: dict[str, Any], seconds_left: float) -> None:
+            remaining.append(seconds_left)
+
+    remaining: list[float] = []
+    run = pretrain_tiny(callback=RecordSecondsLeft(), trainer_class=Late)
+    assert remaining[0] > remaining[1] == 0  # the second epoch is the last one
     assert [(row["epoch"], row["step"], row["best"]) for row in run.load_metrics()] == [(1, 3, False), (2, 4, True)]
     assert final_weights(run)
 
