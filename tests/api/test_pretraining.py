@@ -230,6 +230,9 @@ def test_model_folder_and_weights_inside_a_run_are_continued_like_the_run(
     monkeypatch.chdir(source if source.is_dir() else source.parent)
     relative = resolve_pretrain_recipe([str(photos)], None, "." if source.is_dir() else source.name)
     assert relative.pretrain == recipe.pretrain
+    notes = setup_pretraining(relative.with_overrides({"batch_size": 8})).notes
+    up = {"": ".", "model": "..", "model/weights.safetensors": ".."}[inner]
+    assert f"the heads of the method continue those of {up}" in notes
 
 
 def test_model_without_its_run_says_which_method_continues_it(pretrain: Any, photos: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ OTHER_FIELDS = (  # of a recipe, that do not apply: other methods, small views, 
     *(name for name in LABEL_FIELDS if name != "pretrain.distill."),
 )  # fmt: skip
 GROUP_TITLES = {**PRETRAIN_TITLES, "distill": "Distillation"}
-HELP = {**PRETRAIN_HELP, "init_from": "checkpoint that the student starts from; empty: from scratch"}
+HELP = {**PRETRAIN_HELP, "init_from": "checkpoint that the student starts from"}
 
 
 def distill_fields() -> Iterable[ConfigField]:

@@ -39,7 +39,7 @@ LABEL_FIELDS = (  # of a recipe, that pretraining does not use
     "init_options.", "model.num_classes", "model.head", "distill.", "pretrain.distill.", "teacher_options.",
 )  # fmt: skip
 HELP = {  # where the words of vitral train would mislead
-    "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name; empty: from scratch",
+    "init_from": "checkpoint whose pretraining is continued: file, folder, run or hf:owner/name",
     "epochs": "passes over the images",
     "grad_accum": "micro-batches per optimizer step, to need less memory; views are compared within a micro-batch only",
     "data.mean": "per-channel mean in [0, 1]; computed from the images if omitted",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +36,10 @@ class ContinuedMethod(NamedTuple):
 
 def find_run(source: str) -> Run | None:
     """The run whose folder, model folder or weights file `source` is; None if it is anything else."""
-    path = Path(source)
-    folders = (path, path.absolute().parent, path.absolute().parent.parent)
-    for run, inner in zip(map(Run, folders), ("", "model", "model/weights.safetensors"), strict=True):
-        if run.recipe_file.is_file() and path.absolute() == run.path.absolute() / inner:
-            return run
+    path = Path(source).absolute()
+    for folder, inner in ((path, ""), (path.parent, "model"), (path.parent.parent, "model/weights.safetensors")):
+        if (folder / "recipe.toml").is_file() and path == folder / inner:
+            return Run(folder if Path(source).is_absolute() else Path(os.path.relpath(folder)))
     return None
 
 
