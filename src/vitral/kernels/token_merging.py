@@ -81,14 +81,12 @@ class FusedTokenMerging:
         q, k, v = self.split_qkv(block.attention, qkv, T)
         cls_only = encoder.cls_only and block is encoder.blocks[-1]
         attn = self.attend(q, k, v, block.attention.heads, tokens, bound, cls_only)
-        projected, _ = weights.linear(attn.out, attn.out_fp8, project.weight)
-        fp8 = encoder.fp8 and not cls_only
-        x, bias = norm1.sum, weights.bias(project)
         r = 0 if cls_only else merge_limit(T - self.num_prefix_tokens, self.r)
+        x, bias, fp8 = norm1.sum, weights.bias(project), encoder.fp8 and not cls_only
+        projected, _ = weights.linear(attn.out, attn.out_fp8, project.weight, bias if r else None)
         if r:
             keys = k.reshape(B, T, block.attention.heads, -1).mean(dim=2)
-            assert bias is not None
-            x, sizes = self.merge(x + projected + bias, tokens.sizes_M, keys, r)
+            x, sizes = self.merge(x + projected, tokens.sizes_M, keys, r)
             tokens = tokens._replace(sizes_M=sizes, per_image=T - r)
             norm2 = add_and_norm(PendingResidual(x), block.norm2, fp8)
         else:

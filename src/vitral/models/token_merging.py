@@ -51,21 +51,22 @@ def match_tokens(keys_BTd: Tensor, r: int, num_prefix_tokens: int) -> Matching:
 
 
 def merge_tokens(z_BTD: Tensor, size_BT: Tensor, matching: Matching, num_prefix_tokens: int) -> tuple[Tensor, Tensor]:
-    """Tokens (B, T - r, D) and their sizes: prefix tokens, tokens of A that are not merged, tokens of B."""
-    p, D = num_prefix_tokens, z_BTD.shape[2]
-    z_BND, size_BN = z_BTD[:, p:], size_BT[:, p:]
+    """Tokens (B, T - r, D) and their sizes: prefix tokens, tokens of A that are not merged, tokens of B.
 
-    def select(indices: Tensor) -> tuple[Tensor, Tensor]:
-        return z_BND.gather(1, indices[..., None].expand(-1, -1, D)), size_BN.gather(1, indices)
-
-    (kept, kept_size), (merged, merged_size) = select(matching.kept), select(matching.merged)
-    b, b_size = z_BND[:, matching.b], size_BN[:, matching.b]
-    size = b_size.scatter_add(1, matching.target, merged_size)
-    target = matching.target[..., None].expand(-1, -1, D)
-    summed = (b * b_size[..., None]).scatter_add(1, target, merged * merged_size[..., None])
-    averaged = (summed / size[..., None]).to(z_BTD.dtype)
-    tokens = torch.cat([z_BTD[:, :p], kept, averaged], dim=1)
-    return tokens, torch.cat([size_BT[:, :p], kept_size, size], dim=1)
+    Each token is copied once. Only the targets change: each becomes the average of itself and what is merged into it.
+    """
+    (B, _, _), p, device = z_BTD.shape, num_prefix_tokens, z_BTD.device
+    images, prefix = torch.arange(B, device=device)[:, None], torch.arange(p, device=device)
+    remaining = torch.cat([prefix.expand(B, -1), p + matching.kept, (p + matching.b).expand(B, -1)], dim=1)
+    target = p + matching.kept.shape[1] + matching.target  # positions among the remaining tokens
+    merged, merged_size = z_BTD[images, p + matching.merged].float(), size_BT.gather(1, p + matching.merged)
+    tokens, size = z_BTD[images, remaining], size_BT.gather(1, remaining)
+    has_same_target = target[:, :, None] == target[:, None, :]  # each target is computed as often as it occurs
+    summed = tokens[images, target].float() * size.gather(1, target)[..., None]
+    summed += (has_same_target * merged_size[:, None, :]) @ merged
+    size = size.scatter_add(1, target, merged_size)
+    tokens[images, target] = (summed / size.gather(1, target)[..., None]).to(z_BTD.dtype)
+    return tokens, size
 
 
 def attend_by_size(q: Tensor, k: Tensor, v: Tensor, size_BT: Tensor | None) -> Tensor:
