@@ -133,7 +133,7 @@ def test_tokens_of_a_square_grid_are_in_row_major_order() -> None:
         (torch.ones(3, 5), "shape (3, 5)"),
         (torch.ones(2), "shape (2,)"),
         ((POOLED, torch.ones(2, 7, 5)), "shape (2, 7, 5)"),
-        ({"features": POOLED}, "NoneType"),
+        ({"last_hidden_state": TOKENS, "pooler_output": POOLED}, "dict with last_hidden_state, pooler_output"),
         ("text", "str"),
     ],
 )

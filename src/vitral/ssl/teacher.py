@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitral.data.preprocess import Preprocessing
-from vitral.errors import VitralError
+from vitral.errors import VitralError, truncate_list
 from vitral.models.variants.ensemble import EnsembleViT
 from vitral.models.vit import ViT
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in Pillow
-EXPECTED_FEATURES = "features (B, E), a feature map (B, E, h, w), or pooled and patch features as a pair or dictionary"
+EXPECTED_FEATURES = (
+    "features (B, E), a feature map (B, E, h, w), or both as a pair or as a dictionary of 'pooled' and 'patches'"
+)
 
 
 class TeacherFeatures(NamedTuple):
@@ -127,7 +129,9 @@ def as_features(output: Any, num_images: int, name: str) -> TeacherFeatures:
     Patch features are (B, E, h, w), or (B, N, E) if the grid is square.
     """
     if isinstance(output, Mapping):
-        output = (output.get("pooled"), output.get("patches"))
+        if "pooled" not in output:
+            raise _output_error(name, output, num_images)
+        output = (output["pooled"], output.get("patches"))
     pooled, patches = output if isinstance(output, tuple | list) and len(output) == 2 else (output, None)
     if isinstance(pooled, Tensor) and pooled.ndim == 4 and patches is None:
         pooled, patches = pooled.mean(dim=(2, 3)), pooled
@@ -143,7 +147,10 @@ def as_features(output: Any, num_images: int, name: str) -> TeacherFeatures:
 
 def _output_error(name: str, output: Any, num_images: int) -> VitralError:
     actual = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-    return VitralError(f"the teacher {name} returned {actual} for {num_images} images", f"Expected {EXPECTED_FEATURES}")
+    if isinstance(output, Mapping):
+        actual += f" with {truncate_list([str(key) for key in output], 4)}"
+    images = "1 image" if num_images == 1 else f"{num_images} images"
+    return VitralError(f"the teacher {name} returned {actual} for {images}", f"Expected {EXPECTED_FEATURES}")
 
 
 def convert_images(images_BCHW: Tensor, source: Preprocessing, target: Preprocessing) -> Tensor:
