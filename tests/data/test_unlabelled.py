@@ -26,6 +26,7 @@ from vitral.data.files.file_dataset import (
     read_listing,
     storage_preprocessing,
 )
+from vitral.data.files.folders import no_class_folders_error
 from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.packed import read_index
 from vitral.data.files.stream import StreamedImages
@@ -453,6 +454,10 @@ def test_sources_without_images_are_errors(tmp_path: Path) -> None:
     assert "lists no images" in error_of(tmp_path / "list.csv").what
     assert error_of(tmp_path / "labels.csv").what == f"{tmp_path}/labels.csv needs a column path"
     assert "a.tar has no images" in error_of(tmp_path / "a.tar").what
+    shards = tmp_path / "shards"
+    write_shard(shards / "train-000.tar", [])
+    for error in (error_of(shards), no_class_folders_error(shards)):  # also of vitral train
+        assert error.hint.startswith(f"Name its shards, such as {shards}/train-000.tar")
     assert "notes.txt is not a folder, a CSV list, shards or an image" in error_of(tmp_path / "texts/notes.txt").what
 
 

@@ -19,6 +19,7 @@ from vitral.data.files.duplicates import cached_duplicate_groups
 from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing, hold_out_missing_splits, make_listing
 from vitral.data.files.location import ImageLocation
+from vitral.data.files.shards import shards_in_folder_hint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason, irregular_file_kind, iter_images
 from vitral.data.folds import Fold
 from vitral.data.names import LAYOUT_HINT
@@ -85,6 +86,8 @@ def no_class_folders_error(path: Path, skipped: SkippedFiles | None = None) -> V
         hint = f"{parent}: {shell_quote(path.parent)}\nOtherwise move {layout}"
     elif count:
         hint = f"Move {layout}"
+    else:
+        hint = shards_in_folder_hint(path) or hint
     reasons = skipped.summary() if skipped is not None and not count else None
     return VitralError(f"{path} has no images in class folders" + (f"; {reasons}" if reasons else ""), hint)
 

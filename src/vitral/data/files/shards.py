@@ -48,6 +48,13 @@ LABEL_HINT = "Each image needs a label: a .cls, .txt or .json member with the na
 ShardEntry = tuple[int, int, str | None]  # offset, size and label of an image; None: it has no label
 
 
+def shards_in_folder_hint(folder: Path) -> str | None:
+    """How to name the shards in a folder; None if it has none."""
+    first = min(folder.glob("*.tar"), default=None)
+    pattern = folder / "train-{000..003}.tar"
+    return None if first is None else f"Name its shards, such as {first}, or a pattern such as '{pattern}'"
+
+
 def list_shards(
     pattern: str, validation: float, progress: bool = False, test_split: float = 0.0, fold: Fold | None = None
 ) -> DatasetListing:

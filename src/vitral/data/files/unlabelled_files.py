@@ -22,7 +22,7 @@ from vitral.data.files.exclude import exclude_files
 from vitral.data.files.listing import SPLIT_NAMES, DatasetListing
 from vitral.data.files.location import ImageLocation
 from vitral.data.files.remote import is_url
-from vitral.data.files.shards import read_shard_indices
+from vitral.data.files.shards import read_shard_indices, shards_in_folder_hint
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkippedFiles, SkipReason
 from vitral.data.names import is_shard_pattern
 from vitral.data.pixels import SUPPORTED_FORMATS
@@ -73,7 +73,7 @@ def _list_tree(path: Path) -> ImageFiles:
         outside_test = " outside its test split" if test_folders else ""
         raise VitralError(
             f"{path} has no images{outside_test}" + (f"; {summary}" if summary else ""),
-            f"Pass a folder with images in it or below it. {SUPPORTED_FORMATS}",
+            shards_in_folder_hint(path) or f"Pass a folder with images in it or below it. {SUPPORTED_FORMATS}",
         )
     return ImageFiles(
         name=str(path),
