@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import vitral
 from vitral.data import datasets
@@ -202,3 +203,21 @@ def test_printed_commands_name_the_program_as_the_shell_finds_it(monkeypatch: py
     assert vitral_command() == ".venv/bin/vitral"
     monkeypatch.setattr("shutil.which", lambda _: "/usr/bin/vitral")
     assert vitral_command() == "vitral"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_figures")
+def test_data_may_be_a_path(tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(12):
+            pixels = torch.randint(0, 256, (8, 8), dtype=torch.uint8).numpy()
+            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
+    data = tmp_path / "photos"
+    model = vitral.train(data, out=tmp_path / "run", recipe="digits", **TINY)
+    assert vitral.evaluate(model, data=data).images == 24
+    assert vitral.compare_models(model, model, data=data).images == 24
+    assert vitral.report(model, data=data, ood=data / "0", fast=True, out=tmp_path / "report.html").is_file()
+    assert vitral.probe(data, model).rows
+    assert vitral.bench(model, data=data, threads=[1], batch_sizes=[1], seconds=0.01).images
+    assert vitral.find_lr(data, recipe="digits", **TINY).suggestion > 0

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from vitral import bundled
 from vitral.api.inference import reference_predictor
+from vitral.data.names import path_text
 from vitral.errors import VitralError
 from vitral.evaluation.comparison_images import load_comparison_images
 from vitral.explorer.build import ExplorerOptions, model_names, site_model
@@ -31,7 +32,7 @@ def export(
     precision: ExportPrecision = "fp32",
     preprocessing: bool = False,
     out: str | Path | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     images: int | None = None,
     min_agreement: float = MIN_AGREEMENT,
 ) -> tuple[Path, ParityReport]:
@@ -61,7 +62,7 @@ def export(
     if to == "onnx":
         require_onnx()
     path = Path(out) if out is not None else default_export_path(predictor, to, precision)
-    comparison = load_comparison_images(predictor, data, images, calibrate=precision == "int8")
+    comparison = load_comparison_images(predictor, path_text(data), images, calibrate=precision == "int8")
     check_image_count(len(comparison), images)
     parity = export_model(
         predictor,

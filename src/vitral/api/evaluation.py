@@ -14,6 +14,7 @@ import torch
 from vitral import bundled
 from vitral.api.inference import as_predictor
 from vitral.data.datasets import Split
+from vitral.data.names import path_text
 from vitral.evaluation.by_task import calibrate_model, evaluate_model
 from vitral.evaluation.calibration import FALSE_POSITIVE_RATE
 from vitral.evaluation.compare import PairedComparison
@@ -39,11 +40,11 @@ REPORT_CORRUPTED_IMAGES = 2_000  # in a report
 def evaluate(
     model: str | Path | Predictor,
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     split: SplitName | None = None,
     max_error: float | None = None,
     coverage: float | None = None,
-    ood: str | None = None,
+    ood: str | Path | None = None,
     robustness: bool = False,
     engine: EngineName = "auto",
     log: LogFn = no_log,
@@ -73,13 +74,13 @@ def evaluate(
         >>> evaluation = vitral.evaluate("runs/mine")
         >>> evaluation.top1, evaluation.top1_low, evaluation.top1_high
     """
-    target = load_eval_target(model, data, split, engine=engine)
+    target = load_eval_target(model, path_text(data), split, engine=engine)
     is_classification = target.predictor.model_config.task == "classification"
     evaluation, _ = evaluate_model(
         target,
         max_error=max_error,
         coverage=coverage,
-        ood_data=ood,
+        ood_data=path_text(ood),
         corrupted_images=EVALUATE_CORRUPTED_IMAGES if robustness else 0,
         log=log,
         note=note if robustness or not is_classification else None,
@@ -91,7 +92,7 @@ def compare_models(
     first: str | Path | Predictor,
     second: str | Path | Predictor,
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     split: SplitName | None = None,
     engine: EngineName = "auto",
 ) -> PairedComparison:
@@ -107,9 +108,9 @@ def compare_models(
     Examples:
         >>> vitral.compare_models("runs/mine", "runs/other").verdict()
     """
-    first_target = load_eval_target(first, data, split, engine=engine)
+    first_target = load_eval_target(first, path_text(data), split, engine=engine)
     require_task(first_target.predictor, "vitral compare", "classification")
-    return compare_targets(first_target, load_eval_target(second, data, split, engine=engine))
+    return compare_targets(first_target, load_eval_target(second, path_text(data), split, engine=engine))
 
 
 def calibrate(
@@ -141,9 +142,9 @@ def report(
     model: str | Path | Predictor,
     *,
     out: str | Path | None = None,
-    data: str | None = None,
+    data: str | Path | None = None,
     split: SplitName | None = None,
-    ood: str | None = None,
+    ood: str | Path | None = None,
     fast: bool = False,
     allow_leak: bool = False,
     engine: EngineName = "auto",
@@ -169,12 +170,14 @@ def report(
     """
     from vitral.reporting.html.report import write_report
 
-    target = load_eval_target(model, data, split, engine=engine)
+    target = load_eval_target(model, path_text(data), split, engine=engine)
     model_path = target.predictor.path or Path()
     path = Path(out) if out else default_report_path(model_path)
     is_classification = target.predictor.model_config.task == "classification"
     corrupted_images = 0 if fast or not is_classification else REPORT_CORRUPTED_IMAGES
-    evaluation, outputs = evaluate_model(target, ood_data=ood, corrupted_images=corrupted_images, log=log, note=note)
+    evaluation, outputs = evaluate_model(
+        target, ood_data=path_text(ood), corrupted_images=corrupted_images, log=log, note=note
+    )
     if allow_leak:
         evaluation = replace(evaluation, leak=None)
     log("Rendering the report")
@@ -191,7 +194,7 @@ def default_report_path(model_path: Path) -> Path:
 
 
 def probe(
-    data: str,
+    data: str | Path,
     init_from: str | Path | Predictor,
     *,
     out: str | Path | None = None,
@@ -220,7 +223,7 @@ def probe(
     """
     predictor = as_predictor(init_from, engine, options)
     require_task(predictor, "vitral probe", "classification")
-    dataset = load_dataset_for(data, predictor, None)
+    dataset = load_dataset_for(str(data), predictor, None)
     notes, has_test = list(dataset.notes), len(dataset.test) > 0
     count = sum(len(split) for split in (dataset.train, dataset.validation, dataset.test))
     if note is not None and len(dataset.train):

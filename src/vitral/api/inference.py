@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from vitral import bundled
 from vitral.data.files.walk import SkippedFile
+from vitral.data.names import path_text
 from vitral.device.cpu import available_cpus
 from vitral.device.select import DeviceOption
 from vitral.evaluation.comparison_images import load_comparison_images
@@ -99,7 +100,7 @@ def embed(
 def bench(
     model: str | Path | Predictor,
     *,
-    data: str | None = None,
+    data: str | Path | None = None,
     images: int = 1000,
     threads: Sequence[int] = (),
     batch_sizes: Sequence[int] = (),
@@ -131,7 +132,7 @@ def bench(
     predictor = reference_predictor(model, device)
     predictor.require_head()
     require_task(predictor, "vitral bench", "classification")
-    comparison = load_comparison_images(predictor, data, images)
+    comparison = load_comparison_images(predictor, path_text(data), images)
     for note in comparison.notes:
         log(f"  {note}")
     if predictor.hardware.is_gpu:

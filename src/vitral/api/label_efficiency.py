@@ -62,7 +62,7 @@ MAX_NAME_LENGTH = 50
 
 
 def compare_label_efficiency(
-    data: str,
+    data: str | Path,
     after: str | Path,
     before: str | Path = RANDOM,
     *,
@@ -115,13 +115,13 @@ def compare_label_efficiency(
     sources: dict[Side, str] = {"before": str(before), "after": str(after)}
     models = load_models(sources, options, engine)
     terminal.print_notes(console, [note for model in models.values() if model is not None for note in model.notes])
-    recipes = make_recipes(data, sources, models, recipe, options, overrides, fine_tuning)
+    recipes = make_recipes(str(data), sources, models, recipe, options, overrides, fine_tuning)
     folder = Path(results) if results else new_run_path(RUNS, "label-efficiency") if fine_tuning else None
     tuning_folder = folder if fine_tuning else None
     run = Path(judged_run) if judged_run else None
     measured = measure(models, recipes, fractions, seeds, tuning_folder, console, allow_leak, judged_run=run)
     result = replace(
-        make_result(data, sources, models, measured, seeds, subject),
+        make_result(str(data), sources, models, measured, seeds, subject),
         seconds=round(time.perf_counter() - started, 1),
         folder="" if folder is None else str(folder),
     )

@@ -15,6 +15,7 @@ from rich.console import Console
 from vitral.api.runs import Launch, OpenedRun, PreparedRun, join_process_group, store_training_images
 from vitral.data.datasets import load_builtin_dataset
 from vitral.data.folds import ALL_FOLDS
+from vitral.data.names import path_text
 from vitral.data.sequence import ItemSequence, split_data_argument
 from vitral.device.cpu import available_cpus
 from vitral.device.select import gpu_is_available
@@ -235,8 +236,8 @@ def find_lr(
     Examples:
         >>> vitral.find_lr("digits").suggestion
     """
-    name = None if data is None else str(data)
-    setup = setup_training(resolve_run_recipe(name, recipe, init_from, preset, options, exclude, True, overrides))
+    resolved = resolve_run_recipe(path_text(data), recipe, init_from, preset, options, exclude, True, overrides)
+    setup = setup_training(resolved)
     hardware, threads = with_threads(setup, training_hardware(setup))
     with thread_count(threads):
         sweep = sweep_lr(setup, hardware)
@@ -250,7 +251,7 @@ def find_lr(
 
 
 def compare(
-    data: str | None = None,
+    data: str | Path | None = None,
     *,
     recipe: Recipe | str | Path | None = None,
     init_from: str | Path | None = None,
@@ -286,7 +287,7 @@ def compare(
         >>> checkpoint = "model.safetensors"
         >>> vitral.compare("photos/", init_from=checkpoint, seeds=2, epochs=1).verdict
     """
-    finetune = resolve_run_recipe(data, recipe, init_from, preset, options, exclude, quiet, overrides)
+    finetune = resolve_run_recipe(path_text(data), recipe, init_from, preset, options, exclude, quiet, overrides)
     check_comparison(finetune, seeds)
     folder = Path(out) if out else new_run_path(RUNS, "compare")
     console = Console(quiet=quiet, highlight=False)

@@ -23,6 +23,11 @@ PACK_INDEX = "index.json"  # in a packed dataset
 LAYOUT_HINT = "Use one folder per class: photos/ants, photos/bees"
 
 
+def path_text(data: str | Path | None) -> str | None:
+    """Dataset, folder or list as text, which is how recipes and runs name them."""
+    return None if data is None else str(data)
+
+
 def is_file_dataset(name: str) -> bool:
     """Whether a name refers to a folder, list, shards or Python sequence instead of a built-in dataset.
 
