@@ -85,6 +85,9 @@ def test_missing_run_suggests_the_newest_runs(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(VitralError, match="is not a run folder") as error:
         Run.open("runs")
     assert "runs/a" in error.value.hint
+    with pytest.raises(VitralError, match="runs contains neither a run nor a model") as error:
+        api.load("runs")
+    assert error.value.hint == "Newest runs: runs/a, runs/b, runs/c"
     older = Run.create(Path("other"), "old", Path("other/old"))  # does not hide the newer ones
     atomic_write(older.recipe_file, recipe.to_toml())
     os.utime(older.path, (10**9, 10**9))

@@ -199,6 +199,8 @@ def is_checkpoint(path: Path | str) -> bool:
         (folder / "recipe.toml").is_file() or (folder / "model").is_dir() or (folder / "weights.safetensors").is_file()
     )
     is_foreign_folder = folder.is_dir() and not is_vitral and any(folder.iterdir())
+    if is_foreign_folder and any(folder.glob("*/recipe.toml")):  # a folder of runs, unless it also has weights
+        is_foreign_folder = any(file.suffix in CHECKPOINT_SUFFIXES for file in folder.iterdir())
     return str(path).startswith("hf:") or folder.is_file() or is_foreign_folder
 
 
