@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,14 @@ def test_npz_with_objects_is_refused(tmp_path, capsys):
     np.savez(tmp_path / "x.npz", a=np.array([{}], dtype=object))
     err = refused(capsys, "convert", str(tmp_path / "x.npz"), str(tmp_path / "out"))
     assert "it could execute code (a contains Python objects)" in err
+
+
+@pytest.mark.parametrize("model", ["mnist", "my run"])
+def test_walk_with_a_model_instead_of_an_image_names_the_flag(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my run").mkdir()
+    assert f"For example: vitral walk photo.jpg --model {shlex.quote(model)}" in refused(capsys, "walk", model)
+    assert "unexpected argument 'photo.jpg', expected only IMAGE" in refused(capsys, "walk", model, "photo.jpg")
 
 
 @pytest.mark.parametrize("command", ["explain", "walk"])

@@ -299,7 +299,8 @@ def _positional_values(arguments: Sequence[Flag], words: Sequence[str]) -> dict[
             for _ in argument_words:
                 queue.popleft()
     if queue:
-        raise _UsageError(f"unexpected argument '{queue[0]}'")
+        expected = " ".join(flag.name for flag in arguments) or "flags"
+        raise _UsageError(f"unexpected argument '{queue[0]}', expected only {expected}")
     return values
 
 

@@ -84,7 +84,8 @@ def _load_folder(folder: Path) -> RawCheckpoint:
     files = [folder / name for name in HUB_FILE_NAMES if (folder / name).is_file()][:1]
     files = files or sorted(file for file in folder.iterdir() if file.suffix in CHECKPOINT_SUFFIXES and file.is_file())
     if not files:
-        expected = f"Expected one of {', '.join('*' + suffix for suffix in CHECKPOINT_SUFFIXES)}"
+        suffixes = ", ".join("*" + suffix for suffix in CHECKPOINT_SUFFIXES)
+        expected = f"Expected a run folder, or a folder with one of {suffixes}"
         raise VitralError(f"{folder} contains no weights", "; ".join((expected, *bundled.shadowing_notes(folder))))
     if len(files) > 1:
         raise VitralError(

@@ -13,7 +13,7 @@ from vitral.cli.messages import BUNDLED, LABELS_HELP, print_notes
 from vitral.cli.options import checkpoint_flags, checkpoint_options
 from vitral.cli.output import prediction_text
 from vitral.cli.parsing import Command, argument, option
-from vitral.errors import VitralError, error_reason
+from vitral.errors import VitralError, error_reason, shell_quote
 
 MIN_SATURATION = 32  # of 255; images below it count as greyscale
 
@@ -39,6 +39,9 @@ class WalkArgs:
 def walk(args: WalkArgs) -> int:
     if args.out is not None and args.out.suffix.lower() not in (".html", ".htm", ".md"):
         raise VitralError(f"--out must end in .html or .md, got {args.out}", "For example: --out walk.html")
+    if args.model is None and (args.image.is_dir() or str(bundled.resolve(args.image)) != str(args.image)):
+        example = f"For example: vitral walk photo.jpg --model {shell_quote(args.image)}"
+        raise VitralError(f"{args.image} is not an image", example)
     check_inputs(args.model, images=(args.image,), labels=args.labels)
     check_output(args.out)
     from vitral.data.decode import decode_native
