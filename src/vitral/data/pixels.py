@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from vitral.errors import VitralError
+from vitral.utils.text import count_text
 
 PixelType = Literal["uint8", "uint16", "float32"]
 PixelTypeOption = Literal["auto", "uint8", "uint16", "float32"]
@@ -112,7 +113,7 @@ PixelSource = Image.Image | ChannelImage  # a decoded image
 
 def describe_pixels(channels: int, dtype: PixelType) -> str:
     """`5 channels, 16-bit`."""
-    return f"{channels} channel{'s' if channels > 1 else ''}, {TYPE_NAMES[dtype]}"
+    return f"{count_text(channels, 'channel')}, {TYPE_NAMES[dtype]}"
 
 
 def to_display(image: PixelSource) -> Image.Image:
@@ -225,4 +226,4 @@ def fit_pixel_format(image: PixelSource, expected: PixelFormat, name: str) -> Pi
 
 
 def _count(channels: int) -> str:
-    return f"{channels} channel{'s' if channels > 1 else ''}"
+    return count_text(channels, "channel")

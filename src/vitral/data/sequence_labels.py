@@ -22,6 +22,7 @@ from torch import Tensor
 from vitral.data.classes import class_index_map
 from vitral.data.targets import LabelOptions, Labels, TaskName, labels_array
 from vitral.errors import VitralError, short_repr, truncate_list
+from vitral.utils.text import count_text
 
 LABEL_KEYS = ("label", "labels", "fine_label", "target", "targets", "class")
 LABELS_HINT = "Labels are class names or class indices from 0; sets of them; or floats"
@@ -129,7 +130,7 @@ def _targets(labels: Sequence[Any], names: tuple[str, ...]) -> tuple[tuple[str, 
             raise _unsupported(index, label, "a number or several") from None
         if len(row) != len(rows[0] if rows else row) or not row or not all(map(math.isfinite, row)):
             count = len(rows[0]) if rows else 1
-            raise _unsupported(index, label, f"{count} finite number{'s' if count > 1 else ''}")
+            raise _unsupported(index, label, count_text(count, "finite number"))
         rows.append(row)
     R = len(rows[0])
     names = names or (("target",) if R == 1 else tuple(f"target {index + 1}" for index in range(R)))

@@ -8,6 +8,8 @@ import platform
 from functools import cache
 from pathlib import Path
 
+from vitral.utils.text import count_text
+
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
@@ -70,7 +72,7 @@ def cpu_name() -> str:
     model = fields.get("model name") or platform.processor() or platform.machine()
     family = f" {fields['cpu family']}/{fields['model']}" if {"cpu family", "model"} <= fields.keys() else ""
     cpus = available_cpus()
-    return f"{model}{family}, {cpus} core{'s' if cpus != 1 else ''}"
+    return f"{model}{family}, {count_text(cpus, 'core')}"
 
 
 def busy_warning() -> str | None:

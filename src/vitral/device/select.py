@@ -20,6 +20,7 @@ from vitral.device.memory import gpu_memory_bytes
 from vitral.distributed.world import SINGLE_PROCESS, World, world_from_env
 from vitral.errors import VitralError
 from vitral.utils.progress import LogFn, no_log
+from vitral.utils.text import count_text
 
 DeviceOption = Literal["auto", "cpu", "gpu", "cuda"]  # cuda: the same as gpu
 PrecisionOption = Literal["auto", "fp32", "bf16", "fp8"]
@@ -103,7 +104,7 @@ class Hardware:
         if self.is_gpu:
             return torch.cuda.get_device_name(self.device)
         cores = available_cpus()
-        return f"{cores} CPU core{'s' if cores != 1 else ''}"
+        return count_text(cores, "CPU core")
 
     @property
     def gpu_memory_bytes(self) -> int | None:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError
+from vitral.utils.text import count_text
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 SECONDS_PER_CANDIDATE = 0.12
@@ -34,7 +35,7 @@ class ThreadChoice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.threads} thread{'s' if self.threads != 1 else ''} ({self.reason})"
+        return f"{count_text(self.threads, 'thread')} ({self.reason})"
 
 
 def select_threads(

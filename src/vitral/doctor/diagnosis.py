@@ -28,6 +28,7 @@ from vitral.doctor.image_checks import (
 from vitral.doctor.issue import Issue
 from vitral.errors import VitralError, error_reason, truncate_list
 from vitral.utils.serialization import to_dict
+from vitral.utils.text import count_text
 
 SMALL_CLASS = 10  # training images; with fewer, a class can neither be learned nor evaluated reliably
 
@@ -79,7 +80,7 @@ class Diagnosis:
         if self.errors:
             return f"{self.errors[0].message}."
         if self.issues:
-            return f"No errors, {len(self.issues)} warning{'s' if len(self.issues) > 1 else ''}."
+            return f"No errors, {count_text(len(self.issues), 'warning')}."
         return "No problems found."
 
     def as_dict(self) -> dict[str, Any]:

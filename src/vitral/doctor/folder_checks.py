@@ -12,6 +12,7 @@ from vitral.data.files.listing import SPLIT_NAMES
 from vitral.data.files.walk import ImageWalk, SkippedFile, SkipReason, find_images, subfolders
 from vitral.doctor.issue import Issue, Level, file_issue
 from vitral.errors import VitralError, nearest_name, shell_quote, truncate_list
+from vitral.utils.text import count_text
 
 SKIP_FIXES = {  # what to do about a skipped file or folder; hidden ones need no action
     SkipReason.DANGLING_LINK: "Copy the file to which the link points, or remove the link",
@@ -135,7 +136,7 @@ def _ignored_folder_issues(folders: Iterable[Path]) -> Iterator[Issue]:
         has_class_folders = any(find_images([subfolder]) for subfolder in subfolders(folder))
         count = len(find_images([folder]))
         if count and not (has_class_folders and _similar_split_name(folder)):
-            message = f"{folder} is not a split and is ignored ({count:,} image{'' if count == 1 else 's'})"
+            message = f"{folder} is not a split and is ignored ({count_text(count, 'image')})"
             yield _folder_issue("ignored-folder", folder, message, "Move it into a split or elsewhere", "warning")
 
 

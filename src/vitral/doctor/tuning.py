@@ -8,6 +8,7 @@ from typing import NamedTuple
 from vitral.device.select import Hardware
 from vitral.doctor.estimates import estimate_memory
 from vitral.recipes.schema import Recipe
+from vitral.utils.text import count_text
 
 # Training images per class. With 1,000 images per task, LoRA is more accurate than training all weights on most tasks
 # of VTAB (arXiv 2206.04673).
@@ -40,7 +41,7 @@ def advise_tuning(recipe: Recipe, num_train: int, hardware: Hardware) -> TuningA
             "frozen first blocks keep no activations, which take most of the memory",
         )
     if per_class < FEW_PER_CLASS:
-        count = f"{per_class:.0f} image{'s' if round(per_class) != 1 else ''}"
+        count = count_text(round(per_class), "image")
         return TuningAdvice("lora", f"with {count} per class, training all weights usually overfits")
     if available is None:
         return TuningAdvice(

@@ -37,6 +37,7 @@ from vitral.inference.engine import EngineName
 from vitral.inference.predictor import Predictor
 from vitral.recipes.schema import Recipe, read_recipe
 from vitral.utils.atomic import reserve_disk_space
+from vitral.utils.text import count_text
 from vitral.weights.io import FORMATS
 
 SplitName = Literal["test", "validation", "train"]
@@ -260,7 +261,7 @@ def load_split(
 
 def unreadable_note(errors: Sequence[str]) -> str:
     """`left out 2 unreadable files: a.jpg: not an image, b.jpg: truncated`"""
-    return f"left out {len(errors):,} unreadable file{'s' if len(errors) > 1 else ''}: {truncate_list(errors, 3)}"
+    return f"left out {count_text(len(errors), 'unreadable file')}: {truncate_list(errors, 3)}"
 
 
 def check_classes(dataset: Dataset, predictor: Predictor) -> None:

@@ -38,6 +38,7 @@ from vitral.evaluation.feature_classifiers import (
 from vitral.evaluation.leaks import LeakReport
 from vitral.utils.intervals import student_quantile, wilson_interval
 from vitral.utils.serialization import to_dict
+from vitral.utils.text import count_text
 
 Method = Literal["nearest neighbours", "linear", "least squares"]
 PENALTY = 2.0**10  # λ of least squares, the constant of the paper's authors (big_vision, common_fewshot.py)
@@ -251,4 +252,4 @@ def accuracy_of(predicted_M: Tensor, labels_M: Tensor) -> float:
 
 
 def _per_class(shots: int) -> str:
-    return f"{shots} image{'s' if shots > 1 else ''} per class"
+    return f"{count_text(shots, 'image')} per class"

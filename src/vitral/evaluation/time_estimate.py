@@ -22,6 +22,7 @@ from vitral.evaluation.data import FileImages, evenly_spaced_indices, load_split
 from vitral.evaluation.robustness import PredictFn
 from vitral.inference.parallel_batches import Item, parallel_map
 from vitral.inference.predictor import Predictor
+from vitral.utils.text import count_text
 
 SMALL_SAMPLE, LARGE_SAMPLE = 64, 4  # images per thread
 FEATURE_SAMPLE = 16  # images per thread, decoded and computed as all others
@@ -100,5 +101,5 @@ def duration_text(seconds: float, device: str) -> str:
     else:
         duration = f"{seconds / 3600:.1f} h"
     threads = torch.get_num_threads()
-    cores = f"{threads} core{'s' if threads > 1 else ''}"
+    cores = count_text(threads, "core")
     return f"about {duration} on {cores if device == 'cpu' else 'the GPU'}"

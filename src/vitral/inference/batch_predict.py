@@ -41,6 +41,7 @@ from vitral.utils.atomic import atomic_write, atomic_writer
 from vitral.utils.json_toml import dump_json, parse_json, read_json
 from vitral.utils.progress import format_duration, progress_interval
 from vitral.utils.serialization import to_dict
+from vitral.utils.text import count_text
 
 PART_SIZE, PART_SECONDS = 512, 10.0  # a part is written after this many predictions or seconds
 MAX_LISTED = 3  # unreadable files and empty folders named in the summary
@@ -109,7 +110,7 @@ def _path_hash(path: str) -> bytes:
 
 def _summary(out: Path, count: int, unreadable: Sequence[str]) -> str:
     errors = f", {len(unreadable):,} unreadable: {truncate_list(unreadable, MAX_LISTED)}" if unreadable else ""
-    return f"{out}: {count:,} prediction{'s' if count != 1 else ''}{errors}"
+    return f"{out}: {count_text(count, 'prediction')}{errors}"
 
 
 class _Job:

@@ -44,6 +44,7 @@ from vitral.inference.parallel_batches import parallel_map, share_batch
 from vitral.models.vit import ViT
 from vitral.utils.intervals import images_to_show
 from vitral.utils.progress import LogFn, format_duration, no_log
+from vitral.utils.text import count_text
 
 MIN_AGREEMENT = 0.99  # share of images with the same top-1 label as fp32; the 95% interval must lie above it
 MIN_SPEEDUP = 1.2  # over fp32 that a recommended engine must reach
@@ -297,7 +298,7 @@ def measure_times(
     for num_threads in plan.threads:
         torch.set_num_threads(num_threads)
         for batch_size in plan.batch_sizes:
-            log(f"{num_threads} thread{'s' if num_threads > 1 else ''}, batch size {batch_size}")
+            log(f"{count_text(num_threads, 'thread')}, batch size {batch_size}")
             by_name = time_in_turns(shared(engines), repeat_to(images_NCHW, batch_size), batch_size, plan.seconds)
             times |= {(num_threads, batch_size, name): seconds for name, seconds in by_name.items()}
     return times
@@ -404,7 +405,7 @@ def recommend(rows: Sequence[BenchRow], num_images: int) -> tuple[BenchRow, str]
     faster = [row for row in rows if row.images_per_second > MIN_SPEEDUP * fp32.images_per_second]
     agreeing = [row for row in faster if row.agreement_low >= MIN_AGREEMENT]
     best = max(agreeing, key=lambda row: row.images_per_second, default=fp32)
-    threads = f"{best.threads} thread{'s' if best.threads > 1 else ''}"
+    threads = count_text(best.threads, "thread")
     speed = f"{best.images_per_second:,.0f} images/s with {threads}"
     if best is not fp32:
         return best, f"{speed}, {_comparison(best, fp32, num_images)}"

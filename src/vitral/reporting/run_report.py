@@ -25,6 +25,7 @@ from vitral.training.augmented_examples import augmented_examples
 from vitral.training.setup import TrainingSetup
 from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
+from vitral.utils.text import count_text
 
 
 def write_augmented_figure(run: Run, setup: TrainingSetup) -> None:
@@ -85,7 +86,7 @@ def write_classification_figures(run: Run, target: EvalTarget, evaluation: Evalu
     figures.plot_confusion_matrix(
         evaluation,
         run.figure_dir / "confusion.png",
-        title=f"Accuracy {with_tta}{evaluation.top1:.2%}, {evaluation.images:,} images",
+        title=f"Accuracy {with_tta}{evaluation.top1:.2%}, {count_text(evaluation.images, 'image')}",
     )
     figures.plot_attention(predictor, images[selected], labels[selected], run.figure_dir / "attention.png")
     return images[selected[0]]

@@ -7,6 +7,7 @@ import time
 from typing import Any, Literal, TextIO
 
 from vitral.utils.json_toml import dump_json
+from vitral.utils.text import count_text
 
 LogFormat = Literal["text", "json"]
 
@@ -24,7 +25,7 @@ class LogFormatter(logging.Formatter):
         if self.log_format == "json":
             return self._json(record, fields, traceback)
         if record.getMessage() == "request" and "route" in fields:
-            images = f"  {fields['images']} image{'s' * (fields['images'] != 1)}" if "images" in fields else ""
+            images = f"  {count_text(fields['images'], 'image')}" if "images" in fields else ""
             return f"{fields['method']:<5}{fields['status']}  {fields['ms']:>7.1f} ms  {fields['route']}{images}"
         lines = [record.getMessage(), *(f"{key}: {value}" for key, value in fields.items()), traceback]
         return "\n".join(line for line in lines if line)

@@ -33,6 +33,7 @@ from vitral.serve.limits import Limits
 from vitral.serve.logs import LogFormat, configure_logging
 from vitral.serve.middleware import ServerState, hash_keys
 from vitral.serve.models import ServedModel, model_names, start_model_threads
+from vitral.utils.text import count_text
 
 MAX_HEADER_BYTES = 32 * 1024
 # A model thread needs the interpreter lock between operations. While the event loop is busy, for example refusing
@@ -215,6 +216,6 @@ def report_startup(models: Sequence[ServedModel], url: str, log: LogFormat) -> N
     workers = models[0].threads.workers
     if workers > 1:
         threads = torch.get_num_threads()
-        print(f"{'':<16} {workers} concurrent batches, {threads} thread{'s' * (threads > 1)} each")
+        print(f"{'':<16} {workers} concurrent batches, {count_text(threads, 'thread')} each")
     explorer = f"Explorer         {url}/explorer/\n" if any(model.in_explorer for model in models) else ""
     print(f"\nWeb page         {url}/\n{explorer}API docs         {url}/docs\nStop with Ctrl-C.\n", flush=True)

@@ -53,6 +53,7 @@ from vitral.training.signals import defer_signals
 from vitral.training.state import init_state
 from vitral.training.step import StepContext, StepRunner, forward_backward
 from vitral.training.timing import TimeBudget, TrainingClock
+from vitral.utils.text import count_text
 from vitral.weights.adapter import Adapter, BaseWeights, save_adapter
 
 SYNC_EVERY = 50  # steps between reads from a GPU, which otherwise runs ahead of the host
@@ -550,7 +551,7 @@ class Trainer:
                 "reached, before the learning rate has finished its schedule"
             )
         else:
-            patience = f"{self.recipe.patience} epoch{'s' if self.recipe.patience > 1 else ''}"
+            patience = count_text(self.recipe.patience, "epoch")
             self.callbacks.on_message(f"Stopped early after epoch {epoch} of {epochs}: no improvement for {patience}")
 
     def check_finite(self) -> None:

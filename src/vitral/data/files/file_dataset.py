@@ -45,6 +45,7 @@ from vitral.data.targets import DETECT_LABELS, LabelOptions, TaskName, labels_ar
 from vitral.data.variable_images import VariableSizeImages
 from vitral.errors import VitralError, shell_quote
 from vitral.utils.atomic import is_writable
+from vitral.utils.text import count_text
 
 GIB = 2**30
 MIN_BYTES_TO_DEFER = 2 * GIB  # training images of at least this size are packed during the first pass over them
@@ -343,7 +344,7 @@ def _unreadable_note(split: str, packed: PackedSplit, *, has_classes: bool) -> s
     count = len(packed.unreadable)
     replaced = "replaced by others of their class" if has_classes else "replaced by others"
     action = replaced if split == "train" else "dropped"
-    return f"{count:,} unreadable {split} image{'s' if count > 1 else ''} {action}: {packed.unreadable[0]}"
+    return f"{count_text(count, f'unreadable {split} image')} {action}: {packed.unreadable[0]}"
 
 
 def read_packed(folder: Path, preprocessing: Preprocessing) -> Dataset:

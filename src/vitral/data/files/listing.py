@@ -17,6 +17,7 @@ from vitral.data.files.location import ImageLocation
 from vitral.data.folds import ALL_FOLDS, Fold
 from vitral.data.targets import LabelValue, TaskName, labels_array
 from vitral.errors import VitralError, did_you_mean, truncate_list
+from vitral.utils.text import count_text
 
 SPLIT_NAMES = {  # names of folders, shards and CSV values → split
     "train": "train", "training": "train",
@@ -161,7 +162,7 @@ def _hold_out(
     source = ", ".join([listing.source, *held_out])
     num_copies = 0 if groups is None else len(groups) - len(np.unique(groups))
     if num_copies:
-        source += f", {num_copies:,} near-duplicate{'s' if num_copies > 1 else ''} kept in one split"
+        source += f", {count_text(num_copies, 'near-duplicate')} kept in one split"
         num_held_out, expected = int(masks.validation.sum() + masks.test.sum()), (validation + test_split) * len(train)
         if fold is None and num_held_out < 0.8 * expected:
             source += f", so only {num_held_out:,} instead of {expected:,.0f} images are held out"

@@ -24,6 +24,7 @@ from vitral.data.files.remote import is_url
 from vitral.data.pixels import ArrayLayout, PixelFormat, to_channels_first
 from vitral.device.cpu import available_cpus
 from vitral.errors import VitralError, truncate_list
+from vitral.utils.text import count_text
 
 MAX_SAMPLE = 64  # headers that are read of a folder of photographs
 MAX_REMOTE_SAMPLE = 4
@@ -148,7 +149,7 @@ def describe_groups(files: Mapping[PixelFormat, Sequence[str]]) -> str:
     """`380 files with 5 channels, 16-bit (a.tif, …); 2 files with 4 channels, 16-bit (b.tif, …)`, largest first."""
     groups = []
     for pixel_format, members in sorted(files.items(), key=lambda item: len(item[1]), reverse=True):
-        files_text = f"{len(members):,} file{'s' if len(members) > 1 else ''} with {describe_format(pixel_format)}"
+        files_text = f"{count_text(len(members), 'file')} with {describe_format(pixel_format)}"
         groups.append(f"{files_text} ({truncate_list([Path(name).name for name in members], 3)})")
     return "; ".join(groups)
 

@@ -38,6 +38,7 @@ from vitral.data.folds import Fold
 from vitral.data.registry.cache import cache_dir
 from vitral.errors import VitralError
 from vitral.utils.json_toml import parse_json
+from vitral.utils.text import count_text
 
 LABEL_SUFFIXES = ("cls", "txt", "json")  # in order of precedence
 JSON_LABEL_KEYS = ("label", "class", "cls", "class_name")
@@ -87,7 +88,7 @@ class ShardIndices(NamedTuple):
     @property
     def source(self) -> str:
         """For display."""
-        return f"from {len(self.paths):,} shard{'s' if len(self.paths) > 1 else ''}"
+        return f"from {count_text(len(self.paths), 'shard')}"
 
 
 def read_shard_indices(pattern: str) -> ShardIndices:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vitral.errors import truncate_list
+from vitral.utils.text import count_text
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".npy"}
@@ -108,7 +109,7 @@ class SkippedFiles:
             more = f" and {count - len(names):,} more" if count > len(names) else ""
             parts.append(f"{reason.describe(count)} ({truncate_list(names)}{more})")
         noun = "folder" if self.counts.keys() <= FOLDER_REASONS else "file"
-        return f"skipped {total:,} {noun}{'s' if total > 1 else ''}: {', '.join(parts)}"
+        return f"skipped {count_text(total, noun)}: {', '.join(parts)}"
 
 
 def no_test_folders(names: Sequence[str]) -> Collection[str]:

@@ -15,6 +15,7 @@ from vitral.reporting.html.document import figure_boxes, render_page
 from vitral.reporting.html.markup import definition_table, interval, note, percent, table, text
 from vitral.utils.atomic import atomic_write
 from vitral.utils.intervals import wilson_interval
+from vitral.utils.text import count_text
 
 
 def write_cross_validation_report(result: CrossValidation, folder: Path) -> Path:
@@ -96,7 +97,7 @@ def metrics_section(result: CrossValidation) -> str:
         ("Accuracy", percent(headline.accuracy.value), interval(headline.accuracy)),
         ("Balanced accuracy", percent(headline.balanced_accuracy.value), interval(headline.balanced_accuracy)),
         (
-            f"Worst class: {worst.name}, {worst.support:,} images",
+            f"Worst class: {worst.name}, {count_text(worst.support, 'image')}",
             percent(worst.recall),
             interval(result.pooled.worst_recall),
         ),
@@ -113,7 +114,7 @@ def model_section(result: CrossValidation) -> str:
     if result.fold_model == "ensemble":
         kind = f"Ensemble: the mean probabilities of the {len(result.folds)} models of the folds"
     else:
-        epochs = f"{result.refit_epochs} epoch{'s' if result.refit_epochs != 1 else ''}"
+        epochs = count_text(result.refit_epochs, "epoch")
         kind = f"Trained on all images for {epochs}, the mean best number of the folds"
     rows = [("Model", kind), ("Recipe", result.recipe)]
     if result.test is not None:

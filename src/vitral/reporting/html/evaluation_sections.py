@@ -11,6 +11,7 @@ from vitral.reporting.html import charts
 from vitral.reporting.html.charts import Chart
 from vitral.reporting.html.markup import interval, note, percent, table, text
 from vitral.reporting.html.report_data import ReportData
+from vitral.utils.text import count_text
 
 CORRUPTION_COLOURS = "abcde"
 
@@ -191,7 +192,7 @@ def robustness_section(data: ReportData) -> str:
     header = ("corruption", "1", "2", "3", "4", "5", "mean relative to clean")
     summary = (
         f"The mean accuracy on corrupted images is {percent(result.relative_accuracy.value, 1)} of the clean accuracy "
-        f"({interval(result.relative_accuracy, 1)}). {result.images:,} images, clean accuracy "
+        f"({interval(result.relative_accuracy, 1)}). {count_text(result.images, 'image')}, clean accuracy "
         f"{percent(result.clean_accuracy)}."
     )
     figures = f"<div>{_robustness_chart(result)}</div>{table(header, rows, 'Accuracy by severity')}"

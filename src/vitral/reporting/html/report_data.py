@@ -22,6 +22,7 @@ from vitral.evaluation.data import EvalTarget
 from vitral.inference.predictor import Predictor
 from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance
+from vitral.utils.text import count_text
 
 Pairs = tuple[tuple[str, str], ...]  # name, value
 AUGMENTED = "augmented.png"  # in the run's figures folder
@@ -168,7 +169,7 @@ def check_data(target: EvalTarget, counts: dict[str, tuple[int, ...]], thorough:
     photo_kinds = {1: "greyscale", 3: "colour"}
     kind = photo_kinds[C] if preprocessing.pixel_format.is_photo else str(preprocessing.pixel_format)
     num_images = sum(len(split) for split in (dataset.train, dataset.validation, dataset.test))
-    lines = [f"{num_images:,} images {dataset.source}; model input {H}×{W} pixels, {kind}"]
+    lines = [f"{count_text(num_images, 'image')} {dataset.source}; model input {H}×{W} pixels, {kind}"]
     named_counts = zip(counts.get("train", ()), target.predictor.classes, strict=True) if "train" in counts else ()
     train = [(count, name) for count, name in named_counts if count]
     if train:

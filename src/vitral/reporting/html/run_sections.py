@@ -13,6 +13,7 @@ from vitral.reporting.html.charts import Chart, nice_ticks, padded_range
 from vitral.reporting.html.confusion_matrix import MAX_CLASSES
 from vitral.reporting.html.markup import definition_table, interval, note, percent, table, text
 from vitral.reporting.html.report_data import ReportData, RunData
+from vitral.utils.text import count_text
 
 MAX_DOTS = 60  # epochs; longer curves are drawn without a dot per epoch
 
@@ -24,7 +25,7 @@ def summary_section(data: ReportData) -> str:
     if evaluation.is_imbalanced:
         worst = evaluation.worst_class
         metrics += [("Balanced accuracy", headline.balanced_accuracy, True)]
-        metrics += [(f"Worst class: {worst.name}, {worst.support:,} images", evaluation.worst_recall, True)]
+        metrics += [(f"Worst class: {worst.name}, {count_text(worst.support, 'image')}", evaluation.worst_recall, True)]
     metrics += [("Macro F1", headline.macro_f1, True), ("Cross-entropy", headline.nll, False)]
     metrics += [("Brier score", headline.brier, False), ("Calibration error (ECE)", headline.ece, True)]
     metrics += [("AURC (risk-coverage)", headline.aurc, False)]

@@ -7,6 +7,7 @@ from rich.console import Console
 from vitral.errors import shell_quote
 from vitral.inference.bench_results import BenchResult, BenchRow
 from vitral.reporting.terminal.tables import make_table
+from vitral.utils.text import count_text
 
 # Short names: ten columns have to fit 80 characters.
 COLUMNS = ("engine", "threads", "batch", "p50 ms", "p95", "p99", "images/s", "MB", "agree", "recheck")
@@ -16,7 +17,7 @@ def print_bench(result: BenchResult, model: str, *, is_stored: bool, device: str
     """Print all rows and the recommended engine. Results of checkpoints of other libraries are not stored."""
     console = Console(highlight=False)
     console.print(f"{result.cpu} · {result.versions} · {result.date}")
-    console.print(f"{result.images:,} images, calibrated on {result.calibration_images:,} others\n")
+    console.print(f"{count_text(result.images, 'image')}, calibrated on {result.calibration_images:,} others\n")
     table = make_table(COLUMNS, left=("engine",))
     table.padding, table.pad_edge = (0, 0, 0, 1), False
     previous_group = None

@@ -15,6 +15,7 @@ from vitral.reporting.terminal.evaluation import as_percent
 from vitral.reporting.terminal.result import class_accuracy_text
 from vitral.reporting.terminal.training import print_lines, vitral_command
 from vitral.utils.progress import format_duration
+from vitral.utils.text import count_text
 
 
 def print_start(console: Console, recipe: Recipe, folds: int, folder: Path) -> None:
@@ -74,7 +75,7 @@ def test_lines(test: EvaluationReport | None) -> list[str]:
 def model_text(result: CrossValidation, folder: Path) -> str:
     if result.fold_model == "ensemble":
         return f"{folder}  (ensemble of the {len(result.folds)} folds: their mean probabilities)"
-    epochs = f"{result.refit_epochs} epoch{'s' if result.refit_epochs != 1 else ''}"
+    epochs = count_text(result.refit_epochs, "epoch")
     return (
         f"{folder}  (trained on all images for {epochs}, the mean best number; its accuracy is estimated by the folds)"
     )

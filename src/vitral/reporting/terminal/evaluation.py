@@ -18,6 +18,7 @@ from vitral.evaluation.robustness import Robustness
 from vitral.evaluation.selective_prediction import ConfidenceThreshold
 from vitral.reporting.terminal.tables import print_class_metrics, print_confusion_matrix
 from vitral.utils.intervals import Interval
+from vitral.utils.text import count_text
 
 MAX_DIFFERING_CLASSES = 8
 
@@ -45,7 +46,7 @@ def print_header(
         print_leak(console, report.leak)
     if report.split == "validation":
         console.print(f"Validation images; {caveat}.\n", soft_wrap=True)
-    images = f"{report.split.capitalize()}, {report.images:,} images"
+    images = f"{report.split.capitalize()}, {count_text(report.images, 'image')}"
     console.print(f"{images:<{width}}[dim]95% interval[/dim]")
 
 
@@ -90,7 +91,9 @@ def metric_rows(report: EvaluationReport) -> list[tuple[str, str, str, str]]:
     if report.is_imbalanced:
         worst = report.worst_class
         rows.append(("Balanced accuracy", *as_percent(headline.balanced_accuracy), "mean recall of the classes"))
-        rows.append(("Worst class", *as_percent(report.worst_recall), f"{worst.name}, {worst.support:,} images"))
+        rows.append(
+            ("Worst class", *as_percent(report.worst_recall), f"{worst.name}, {count_text(worst.support, 'image')}")
+        )
     rows.append(("Macro F1", *as_percent(headline.macro_f1), ""))
     for name, value, before in (
         ("Cross-entropy", headline.nll, uncalibrated.nll),
@@ -185,7 +188,7 @@ def print_robustness(result: Robustness, console: Console) -> None:
     relative = result.relative_accuracy
     console.print(
         f"\nCorrupted images: {relative.value:.1%} of the clean accuracy "
-        f"({relative.percent_range(1)}), {result.images:,} images, "
+        f"({relative.percent_range(1)}), {count_text(result.images, 'image')}, "
         f"clean accuracy {result.clean_accuracy:.2%}",
         soft_wrap=True,
     )
@@ -207,7 +210,7 @@ def print_paired_comparison(comparison: PairedComparison, first: str, second: st
             print_leak(console, leak, name)
     name1, name2 = escape(first), escape(second)
     width = max(len(first), len(second), len("difference"), 18) + 2
-    images = f"{comparison.images:,} images"
+    images = count_text(comparison.images, "image")
     console.print(f"{images:<{width + 12}}[dim]95% interval[/dim]")
     for name, accuracy in ((name1, comparison.first), (name2, comparison.second)):
         value, interval = as_percent(accuracy)

@@ -13,6 +13,7 @@ from vitral.evaluation.label_subsets import fraction_text
 from vitral.evaluation.leaks import ALLOW_LEAK_NOTE, LeakReport, evaluation_warning
 from vitral.reporting.terminal.tables import duration_range, make_table
 from vitral.training.comparison.label_efficiency import FineTuning
+from vitral.utils.text import count_text
 
 COLUMNS = ("classifier", "labels", "before", "after", "difference (95% CI)", "verdict")
 SHORT_NAMES = {"nearest neighbours": "k-NN", "linear": "linear", "fine-tuning": "fine-tuning"}
@@ -36,11 +37,11 @@ def print_plan(console: Console, tuning: FineTuning, estimate: TimeEstimate) -> 
     runs = sum(1 for _ in tuning.runs())
     finished = sum((tuning.folder / run.folder_name / "evaluation.json").is_file() for run in tuning.runs())
     duration = duration_range(estimate.low, estimate.high)
-    remaining = f", less {finished} finished model{'s' if finished > 1 else ''}" if finished else ""
+    remaining = f", less {count_text(finished, 'finished model')}" if finished else ""
     flag = "--no-fine-tuning" if tuning.judged_run is None else "--no-judge-fine-tuning"
     lines = [
-        f"Fine-tuning {runs} models: {fractions} of the {len(tuning.labels):,} labels, {tuning.seeds} "
-        f"seed{'s' if tuning.seeds > 1 else ''}, before and after.",
+        f"Fine-tuning {runs} models: {fractions} of the {len(tuning.labels):,} labels, "
+        f"{count_text(tuning.seeds, 'seed')}, before and after.",
         f"This takes {duration} on {_device_text(estimate)}{remaining}. {flag} omits it.",
         f"An interrupted comparison continues with {tuning.continuation}",
     ]

@@ -8,6 +8,7 @@ from rich.table import Table
 from vitral.evaluation.multilabel import MultiLabelReport
 from vitral.reporting.terminal.evaluation import as_percent, print_header
 from vitral.utils.intervals import Interval
+from vitral.utils.text import count_text
 
 MAX_COOCCURRENCE_CLASSES = 20  # a larger table does not fit a terminal
 
@@ -50,7 +51,7 @@ def metric_rows(report: MultiLabelReport) -> list[tuple[str, Interval, str]]:
 def pairs_text(report: MultiLabelReport) -> str:
     """`cat and dog (31 images, predicted 28)`"""
     return ", ".join(
-        f"{first} and {second} ({true:,} image{'s' * (true != 1)}, predicted {predicted:,})"
+        f"{first} and {second} ({count_text(true, 'image')}, predicted {predicted:,})"
         for first, second, true, predicted in report.frequent_pairs(3)
     )
 

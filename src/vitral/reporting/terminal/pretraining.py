@@ -12,6 +12,7 @@ from vitral.recipes.schema import Recipe
 from vitral.reporting.terminal.training import model_line, print_lines, recipe_line, teacher_lines, vitral_command
 from vitral.runs.run import Run
 from vitral.training.setup import TrainingSetup
+from vitral.utils.text import count_text
 
 METHOD_TITLES = {
     "lejepa": "LeJEPA (arXiv 2511.08544)",
@@ -62,7 +63,7 @@ def describe_method(recipe: Recipe) -> str:
     if config.method == "mae":
         return f"{title}, {config.mae.mask_ratio:.0%} of the patches masked"
     views, (height, width) = config.views, recipe.model.image_size
-    text = f"{title}, {views.global_views} view{'s' if views.global_views != 1 else ''} of {height}x{width}"
+    text = f"{title}, {count_text(views.global_views, 'view')} of {height}x{width}"
     if views.local_views:
         height, width = views.local_image_size(recipe.model.image_size, recipe.model.patch_size)
         text += f" and {views.local_views} of {height}x{width}"

@@ -17,6 +17,7 @@ from vitral.reporting.terminal.regression import as_decimal
 from vitral.reporting.terminal.training import vitral_command
 from vitral.runs.run import ARRAY_EXAMPLE, EXAMPLE, Run
 from vitral.training.class_balance import training_imbalance
+from vitral.utils.text import count_text
 
 Report = EvaluationReport | MultiLabelReport | RegressionReport
 
@@ -47,7 +48,7 @@ def classification_lines(report: EvaluationReport, dataset: Dataset) -> list[str
     title = f"{report.split.capitalize()} accuracy   "
     confused = ", ".join(f"{true} as {predicted} ({count}x)" for true, predicted, count in report.most_confused(3))
     lines = [
-        f"\n{title}{report.headline.accuracy.percent()}, {report.images:,} images",
+        f"\n{title}{report.headline.accuracy.percent()}, {count_text(report.images, 'image')}",
         *no_test_lines(report, len(title), "the epoch was"),
         *(f"{'':{len(title)}}{sentence}" for sentence in report.tta_sentences()),
     ]
@@ -61,7 +62,7 @@ def class_accuracy_text(report: EvaluationReport, width: int) -> str:
     worst = report.worst_class
     return (
         f"{'Balanced':<{width}}{report.headline.balanced_accuracy.percent()}, the mean over the classes; worst: "
-        f"{worst.name} {report.worst_recall.value:.2%} of {worst.support:,} images"
+        f"{worst.name} {report.worst_recall.value:.2%} of {count_text(worst.support, 'image')}"
     )
 
 
@@ -71,7 +72,7 @@ def multilabel_lines(report: MultiLabelReport) -> list[str]:
     title = f"{report.split.capitalize()} mAP   "
     fitted = f"at thresholds fitted on the {report.calibrated_on} images"
     return [
-        f"\n{title}{report.mean_average_precision.percent()}, {report.images:,} images",
+        f"\n{title}{report.mean_average_precision.percent()}, {count_text(report.images, 'image')}",
         f"{'Micro F1':<{len(title)}}{report.micro_f1.percent()}, {fitted}",
         *no_test_lines(report, len(title), "the epoch and the thresholds were"),
         f"\nWeakest labels    {', '.join(f'{name} (AP {value:.1%})' for value, name in worst) or 'none'}",
@@ -80,7 +81,7 @@ def multilabel_lines(report: MultiLabelReport) -> list[str]:
 
 
 def regression_lines(report: RegressionReport) -> list[str]:
-    lines = [f"\n{report.split.capitalize()} results, {report.images:,} images, with 95% intervals"]
+    lines = [f"\n{report.split.capitalize()} results, {count_text(report.images, 'image')}, with 95% intervals"]
     for metrics in report.targets:
         r2 = "" if metrics.r2 is None else f", R² {metrics.r2.value:.3f}"
         fitted = metrics.interval

@@ -17,6 +17,7 @@ from vitral.evaluation.metrics import Metrics
 from vitral.evaluation.probe import ProbeResult
 from vitral.training.comparison.strategies import StrategyComparison
 from vitral.utils.intervals import percent_range
+from vitral.utils.text import count_text
 
 MAX_CLASSES = 20  # a larger confusion matrix does not fit a terminal
 
@@ -107,7 +108,7 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
         console.print(Text(text), soft_wrap=True)
 
     print_line(f"{diagnosis.headline}\n")
-    print_line(f"{diagnosis.num_images:,} images in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
+    print_line(f"{count_text(diagnosis.num_images, 'image')} in {_class_count(diagnosis)}. {_split_text(diagnosis)}")
     for issue in diagnosis.issues:
         print_line(f"  {issue.level:<8} {issue.message}")
         console.print(Text(f"           {issue.fix}", style="dim"), soft_wrap=True)
@@ -135,7 +136,7 @@ def print_diagnosis(diagnosis: Diagnosis, recommendation: Recommendation | None)
 def _fix_text(diagnosis: Diagnosis) -> str:
     count, folder = len(diagnosis.removals), shell_quote(diagnosis.path)
     cleaned = shell_quote(f"{diagnosis.path.rstrip('/')}-clean")
-    files = f"{count:,} file{'s' if count > 1 else ''}"
+    files = count_text(count, "file")
     lines = [f"To leave out {files}, always keeping one of several copies:"]
     if Path(diagnosis.path).is_dir():
         lines.append(f"  vitral doctor {folder} --clean {cleaned}")

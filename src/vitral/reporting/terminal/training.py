@@ -22,6 +22,7 @@ from vitral.runs.run import Run
 from vitral.training.class_balance import describe_class_balance
 from vitral.training.setup import TrainingSetup
 from vitral.training.tuning import count_trained
+from vitral.utils.text import count_text
 from vitral.utils.wrapping import wrap_line
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "sgd": "SGD", "muon": "Muon"}
@@ -89,7 +90,7 @@ def teacher_lines(setup: TrainingSetup) -> list[str]:
 
 def recipe_line(recipe: Recipe) -> str:
     """Optimizer, learning rate, epochs and batch size."""
-    epochs = f"{recipe.epochs} epoch{'s' if recipe.epochs != 1 else ''}"
+    epochs = count_text(recipe.epochs, "epoch")
     return (
         f"Recipe    {recipe.name}: {OPTIMIZER_NAMES[recipe.optim.name]}, lr {recipe.optim.lr * recipe.lr_scale:g}, "
         f"{epochs}, batch size {recipe.batch_size}"

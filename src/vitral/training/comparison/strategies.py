@@ -57,6 +57,7 @@ from vitral.utils.atomic import atomic_write
 from vitral.utils.json_toml import dump_json
 from vitral.utils.progress import LogFn, no_log
 from vitral.utils.serialization import to_dict
+from vitral.utils.text import count_text
 
 StrategyName = Literal["scratch", "probe", "fine-tune"]
 DISPLAY_NAMES = {"scratch": "training from scratch", "probe": "the linear probe", "fine-tune": "fine-tuning"}
@@ -215,7 +216,7 @@ def describe_strategy(recipe: Recipe, strategy: str) -> str:
     """Such as "224x224/16, 5.7 M parameters, 10 epochs"."""
     with SkipInit(), torch.device("meta"):
         millions = sum(p.numel() for p in VARIANTS[recipe.variant](recipe.model).parameters()) / 1e6
-    training = "frozen, linear head" if strategy == "probe" else f"{recipe.epochs} epoch{'s' * (recipe.epochs > 1)}"
+    training = "frozen, linear head" if strategy == "probe" else count_text(recipe.epochs, "epoch")
     size = "x".join(map(str, recipe.model.image_size))
     return f"{size}/{recipe.model.patch_size}, {millions:.1f} M parameters, {training}"
 
