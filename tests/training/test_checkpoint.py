@@ -115,8 +115,9 @@ def test_an_interruption_while_saving_leaves_no_temporary_files(
 
 
 def test_saving_into_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(VitralError, match=r"cannot write the checkpoint .*No such file"):
+    with pytest.raises(VitralError, match=r"cannot write the checkpoint .*No such file") as error:
         checkpoint.save(tmp_path / "missing", 1, STATE, keep=1)
+    assert error.value.hint == "Check that the folder is writable; no checkpoint exists yet"
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, -1])

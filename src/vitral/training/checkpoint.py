@@ -30,7 +30,7 @@ from vitral.training.sharded_checkpoint import (
     save_sharded,
     shard_damage,
 )
-from vitral.utils.atomic import atomic_writer
+from vitral.utils.atomic import atomic_writer, write_error_hint
 from vitral.utils.progress import LogFn, no_log
 
 FORMAT = 3  # raised when the content of a checkpoint changes
@@ -69,7 +69,7 @@ def _write_errors(path: Path) -> Iterator[None]:
         remaining = f"the previous checkpoint {previous.name} is intact" if previous else "no checkpoint exists yet"
         raise VitralError(
             f"cannot write the checkpoint {path}: {getattr(cause, 'strerror', None) or error}",
-            f"Free some disk space; {remaining}",
+            f"{write_error_hint(cause)}; {remaining}",
         ) from error
 
 

@@ -60,11 +60,18 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         with atomic_writer(path) as file:
             file.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        disk_full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-        hint = (
-            "Free some disk space; existing files are unchanged" if disk_full else "Check that the folder is writable"
-        )
-        raise VitralError(f"cannot write {path}: {error.strerror or error}", hint) from error
+        raise VitralError(
+            f"cannot write {path}: {error.strerror or error}",
+            f"{write_error_hint(error)}; existing files are unchanged",
+        ) from error
+
+
+def write_error_hint(error: BaseException | None) -> str:
+    """What to do about a file that could not be written."""
+    if not isinstance(error, OSError):
+        return "If the disk is full, free some space"
+    disk_full = error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    return "Free some disk space" if disk_full else "Check that the folder is writable"
 
 
 def reserve_disk_space(file: BinaryIO, num_bytes: int) -> None:
