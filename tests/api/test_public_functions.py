@@ -216,7 +216,8 @@ def test_data_may_be_a_path(tmp_path: Path) -> None:
     data = tmp_path / "photos"
     model = vitral.train(data, out=tmp_path / "run", recipe="digits", **TINY)
     assert vitral.evaluate(model, data=data).images == 24
-    assert vitral.compare_models(model, model, data=data).images == 24
+    comparison = vitral.compare_models(model, model, data=data)
+    assert (comparison.images, comparison.noun) == (24, "images")
     assert vitral.report(model, data=data, ood=data / "0", fast=True, out=tmp_path / "report.html").is_file()
     assert vitral.probe(data, model).rows
     assert vitral.bench(model, data=data, threads=[1], batch_sizes=[1], seconds=0.01).images

@@ -129,7 +129,8 @@ def test_a_longer_training_is_significantly_better(run: Path, command: Command, 
     assert comparison["difference"]["high"] < 0
     assert comparison["p_value"] < 0.05
     assert [engine["name"] for engine in comparison["engines"]] == ["fp32", "fp32"]
-    assert vitral.compare_models(run, run).difference.value == 0
+    comparison = vitral.compare_models(run, run)
+    assert (comparison.difference.value, comparison.noun) == (0, "test images")
 
 
 def test_missing_training_images_are_reported(run: Path, tmp_path: Path) -> None:

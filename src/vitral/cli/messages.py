@@ -66,7 +66,7 @@ def announce_downloads(*names: str | None) -> None:
 
     sizes = {entry.name: entry.size for entry in data.list_datasets() if not entry.is_cached}
     missing = {name for name in names if name in sizes and not is_file_dataset(name)}
-    print_notes(f"downloading {name} ({sizes[name] / 1e6:.0f} MB)" for name in sorted(missing))
+    print_notes(f"downloading {name} ({sizes[name] / 1e6:.0f} MB on disk)" for name in sorted(missing))
 
 
 def find_image_files(paths: Sequence[Path]) -> list[Path]:

@@ -51,6 +51,7 @@ class PairedComparison:
     engines: tuple[Mapping[str, Any], ...] = ()  # EngineChoice.info() of both models
     leaks: tuple[LeakReport | None, ...] = ()  # images that were used to train each model; None: unknown
     notes: tuple[str, ...] = ()  # files that were skipped or could not be read
+    noun: str = "images"  # which images: test images, validation images, or all images of a folder
 
     def as_dict(self) -> dict[str, Any]:
         return dict(to_dict(self))
@@ -66,7 +67,7 @@ class PairedComparison:
             return f"{better} is better than {worse} by {points} ({p_value}, McNemar's test)."
         lead = f"{better} leads by {points}" if self.difference.value else "the accuracies are equal"
         return (
-            f"No significant difference on these {self.images:,} images: {lead} "
+            f"No significant difference on these {self.images:,} {self.noun}: {lead} "
             f"(p = {self.p_value:.2g}, McNemar's test)."
         )
 
@@ -104,6 +105,7 @@ def compare_models(first: EvalTarget, second: EvalTarget) -> PairedComparison:
         engines=(first.predictor.engine.info(), second.predictor.engine.info()),
         leaks=(find_leaks(first), find_leaks(second)),
         notes=tuple(dict.fromkeys(first.notes + second.notes)),
+        noun=first.noun,
     )
 
 

@@ -57,7 +57,7 @@ def list_datasets(args: DataListArgs) -> int:
         if entry.paths == []:
             state = "bundled"
         else:
-            state = "downloaded" if entry.is_cached else f"{entry.size / 1e6:.0f} MB download"
+            state = "downloaded" if entry.is_cached else f"not downloaded, {entry.size / 1e6:.0f} MB"
         print(f"{entry.name:<15}{entry.description}  ({state})")
     return 0
 

@@ -210,7 +210,7 @@ def print_paired_comparison(comparison: PairedComparison, first: str, second: st
             print_leak(console, leak, name)
     name1, name2 = escape(first), escape(second)
     width = max(len(first), len(second), len("difference"), 18) + 2
-    images = count_text(comparison.images, "image")
+    images = count_text(comparison.images, comparison.noun.removesuffix("s"))
     console.print(f"{images:<{width + 12}}[dim]95% interval[/dim]")
     for name, accuracy in ((name1, comparison.first), (name2, comparison.second)):
         value, interval = as_percent(accuracy)
