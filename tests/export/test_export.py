@@ -79,6 +79,22 @@ def test_every_kind_of_model_exports_to_onnx(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
+def test_threads_of_the_exported_file_sleep_while_pytorch_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take turns on the same cores. Spinning threads made PyTorch up to thirty times as slow."""
+    sessions = []
+
+    class RecordedModel(OnnxModel):
+        def __init__(self, path: Path | str, threads: int | None = None, *, spinning: bool = True) -> None:
+            super().__init__(path, threads, spinning=spinning)
+            sessions.append(self.session)
+
+    monkeypatch.setattr("vitral.export.export.OnnxModel", RecordedModel)
+    export(tmp_path / "model.onnx", build_calibrated_model(depth=1))
+    (options,) = (session.get_session_options() for session in sessions)
+    assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+
+
+@pytest.mark.slow
 def test_exported_preprocessing_accepts_images_of_any_size(tmp_path: Path) -> None:
     parity = export(tmp_path / "model.onnx", preprocessing=True)
     assert parity.agreement.value == 1

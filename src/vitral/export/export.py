@@ -117,7 +117,7 @@ def _write(
     model, config = predictor.model, predictor.model_config
     if to == "onnx":
         onnx_file.write_onnx(file, model, config, precision, preprocessing, calibration_images)
-        return _onnx_fn(OnnxModel(file))
+        return _onnx_fn(OnnxModel(file, spinning=False))  # it takes turns with PyTorch
     write, read = (
         (torch_file.write_pt2, torch_file.read_pt2) if to == "torch" else (torch_file.write_aoti, torch_file.read_aoti)
     )

@@ -32,11 +32,15 @@ Array = np.ndarray[Any, Any]
 
 
 class OnnxModel:
-    """`OnnxModel("model.onnx").predict("photo.jpg").best`"""
+    """`OnnxModel("model.onnx").predict("photo.jpg").best`
 
-    def __init__(self, path: Path | str, threads: int | None = None) -> None:
+    With `spinning=False`, threads that wait for work sleep. Otherwise they keep their cores busy for a while after each
+    run, and PyTorch in the same process is several times as slow.
+    """
+
+    def __init__(self, path: Path | str, threads: int | None = None, *, spinning: bool = True) -> None:
         self.path = Path(path)
-        self.session = self._open_session(threads)
+        self.session = self._open_session(threads, spinning)
         self.metadata = self._read_metadata()
         self.classes: tuple[str, ...] = tuple(self.metadata["classes"])
         sets = self.metadata["calibration"].get("prediction_sets")
@@ -54,7 +58,7 @@ class OnnxModel:
         self.has_preprocessing = bool(self.metadata["has_preprocessing"])  # resizing is part of the graph
         self.max_batch_size = 1 if self.has_preprocessing else MAX_BATCH_SIZE  # images may differ in size
 
-    def _open_session(self, threads: int | None) -> Any:
+    def _open_session(self, threads: int | None, spinning: bool) -> Any:
         try:
             import onnxruntime
         except ImportError as error:
@@ -63,6 +67,7 @@ class OnnxModel:
             raise VitralError(f"no such file: {self.path}", "Create one with: vitral export RUN --to onnx")
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
         if threads is not None:
             options.intra_op_num_threads = threads
         try:
