@@ -376,6 +376,13 @@ def test_the_cuda_engine_pads_batches_and_agrees_with_the_model() -> None:
     torch.testing.assert_close(engine.features(images), features, atol=1e-5, rtol=1e-4)
 
 
+def test_logits_of_the_cuda_engine_can_be_used_in_gradients() -> None:
+    model, preprocessing = build_model("class")
+    temperature = torch.ones(1, requires_grad=True)
+    (CudaEngine(model, preprocessing, fake_gpu())(smooth_images(2)) / temperature).sum().backward()
+    assert temperature.grad is not None
+
+
 def test_a_gpu_uses_cuda_graphs_and_has_no_int8() -> None:
     model, preprocessing = build_model("class")
     choice = select_cuda_engine(model, preprocessing, fake_gpu())

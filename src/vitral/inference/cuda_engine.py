@@ -113,7 +113,7 @@ class CudaEngine:
         self.max_batch_size = max(size for size in BATCH_SIZES if size == 1 or size * hidden <= MAX_HIDDEN_ACTIVATIONS)
         self.lock = threading.Lock()  # a captured graph has a single input buffer
 
-    @torch.inference_mode()
+    @torch.no_grad()  # tensors of inference mode could not be used in later gradients
     def __call__(self, images_BCHW: Tensor) -> Tensor:
         if len(images_BCHW) <= min(MAX_HOST_GRAPH, self.max_batch_size):
             return to_pinned_cpu(self._replay(images_BCHW.to(self.hardware.device, non_blocking=True), to_host=True))
