@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from support.common import FakeMachine
+from vitral.api.runs import Launch, OpenedRun
 from vitral.data.datasets import Dataset
 from vitral.data.preprocess import Preprocessing
+from vitral.distributed.world import SINGLE_PROCESS
 from vitral.recipes.schema import Recipe
+from vitral.runs.run import Run
 from vitral.ssl.config import PretrainConfig
 from vitral.training.hardware import training_hardware
 from vitral.training.setup import TrainingSetup
@@ -48,12 +53,29 @@ def test_few_tokens_per_step_use_bf16(wide_setup: TrainingSetup, changes: dict[s
     assert (hardware.precision, hardware.fp8) == ("bf16", False)
 
 
-def test_training_a_part_of_the_weights_and_continued_pretraining_use_bf16(wide_setup: TrainingSetup) -> None:
-    """Their learning curves in FP8 were not measured."""
+def test_training_a_part_of_the_weights_and_pretraining_use_bf16(wide_setup: TrainingSetup) -> None:
+    """The learning curves of the former in FP8 were not measured; FP8 kernels support training with labels only."""
     fine_tuning = replace(wide_setup.recipe, init_from="b16.safetensors")
-    for recipe in (replace(fine_tuning, tune="head"), replace(fine_tuning, pretrain=PretrainConfig())):
+    pretraining = replace(wide_setup.recipe, pretrain=PretrainConfig())
+    continued = replace(fine_tuning, pretrain=PretrainConfig())
+    for recipe in (replace(fine_tuning, tune="head"), pretraining, continued):
         hardware = training_hardware(replace(wide_setup, recipe=recipe))
         assert (hardware.precision, hardware.fp8) == ("bf16", False)
+
+
+@pytest.mark.parametrize("measured", [32, 10_000])
+def test_fp8_depends_on_the_measured_batch_size(
+    wide_setup: TrainingSetup, monkeypatch: pytest.MonkeyPatch, measured: int
+) -> None:
+    def resolve(setup: TrainingSetup, *_: object) -> tuple[TrainingSetup, str]:
+        return replace(setup, recipe=replace(setup.recipe, batch_size=measured)), "measured"
+
+    monkeypatch.setattr("vitral.api.runs.resolve_batch_size", resolve)
+    monkeypatch.setattr("vitral.api.runs.create_or_update_run", lambda *_: Run(Path("run")))
+    before = replace(wide_setup, recipe=replace(wide_setup.recipe, batch_size=10_032 - measured))
+    opened = OpenedRun(SINGLE_PROCESS, Console(quiet=True), before.recipe, None)
+    with Launch(out=None, resume=None, quiet=True, callbacks=(), overrides={}).prepare(opened, before) as prepared:
+        assert prepared.hardware.fp8 == (measured == 10_000)
 
 
 def test_a_run_that_started_in_bf16_stays_in_bf16(wide_setup: TrainingSetup) -> None:

@@ -91,11 +91,13 @@ class Launch:
         CPU threads are set inside the with statement.
         """
         run = opened.run
-        hardware = training_hardware(setup, continues_fp8=run is None or started_in_fp8(run))
-        hardware, threads = with_threads(setup, hardware, recorded_threads(run))
+        continues_fp8 = run is None or started_in_fp8(run)
+        hardware, threads = with_threads(setup, training_hardware(setup, continues_fp8), recorded_threads(run))
         parallel = parallel_plan(setup.recipe, hardware)
         with thread_count(threads):
             setup, batch_note = resolve_batch_size(setup, hardware, parallel)
+            if hardware.is_gpu:  # FP8 is selected by the batch size
+                hardware, _ = with_threads(setup, training_hardware(setup, continues_fp8))
             setup, budget, time_note = fit_to_time_limit(setup, hardware, parallel, self.started, is_new=run is None)
             for note in filter(None, (batch_note, time_note)):
                 opened.console.print(note, soft_wrap=True)

@@ -38,8 +38,8 @@ def training_hardware(setup: TrainingSetup, continues_fp8: bool = True) -> Hardw
 
 
 def _learns_as_well_in_fp8(recipe: Recipe) -> bool:
-    """Whether learning curves showed it: from scratch, and for labels if all weights of a checkpoint are trained."""
-    return not recipe.init_from or (recipe.pretrain is None and recipe.tune == "full")
+    """Whether learning curves showed it: with labels, from scratch or if all weights of a checkpoint are trained."""
+    return recipe.pretrain is None and (not recipe.init_from or recipe.tune == "full")
 
 
 def with_threads(setup: TrainingSetup, hardware: Hardware, recorded: int | None = None) -> tuple[Hardware, int]:
