@@ -251,9 +251,13 @@ def test_unknown_options_of_the_comparison_are_refused_before_the_training(
 
 
 def test_an_interruption_names_the_command_that_also_judges(pretrain: Any, photos: Path, tmp_path: Path) -> None:
+    command = f"Resume it with: vitral pretrain --resume {tmp_path / 'run'} --judge {photos}"
     with pytest.raises(Interrupted) as stop:
         pretrain(judge=str(photos), callbacks=[RaiseSigint(1)])
-    assert stop.value.hint == f"Resume it with: vitral pretrain --resume {tmp_path / 'run'} --judge {photos}"
+    assert stop.value.hint == command
+    with pytest.raises(Interrupted) as stop:
+        vitral.pretrain(resume=tmp_path / "run", judge=photos, judge_options={"seeds": 2}, callbacks=[RaiseSigint(1)])
+    assert stop.value.hint == f"{command}, and the same --judge flags"
 
 
 @pytest.mark.slow

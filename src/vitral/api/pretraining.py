@@ -216,7 +216,8 @@ def train_without_labels(
     except Interrupted as stop:
         if judgement is None:
             raise
-        raise Interrupted(stop.what, f"{stop.hint} --judge {shell_quote(judgement.images)}") from stop
+        options = ", and the same --judge flags" if judgement.options else ""
+        raise Interrupted(stop.what, f"{stop.hint} --judge {shell_quote(judgement.images)}{options}") from stop
     terminal.print_result(console, run, setup.recipe, probe_set)
     return run, setup.recipe
 
