@@ -82,7 +82,7 @@ def quantize_and_sum(
     """
     if not (sum_rows or fp8):
         return None, None
-    if parts[0].shape[1] % 64:  # a block of columns would cross two of them
+    if len(parts) > 1 and parts[0].shape[1] % 64:  # a block of columns would cross two of them
         parts = (torch.cat(parts, dim=1),)
     M, part_cols = parts[0].shape
     N, x_fp8 = len(parts) * part_cols, empty_fp8(parts[0], len(parts) * part_cols) if fp8 else None
