@@ -54,6 +54,7 @@ def merge_tokens(z_BTD: Tensor, size_BT: Tensor, matching: Matching, num_prefix_
     """Tokens (B, T - r, D) and their sizes: prefix tokens, tokens of A that are not merged, tokens of B.
 
     Each token is copied once. Only the targets change: each becomes the average of itself and what is merged into it.
+    For inference: a gradient through a target is counted as often as tokens are merged into it.
     """
     (B, _, _), p, device = z_BTD.shape, num_prefix_tokens, z_BTD.device
     images, prefix = torch.arange(B, device=device)[:, None], torch.arange(p, device=device)
