@@ -11,8 +11,12 @@ from torch import Tensor
 
 from support.triton_interpreter import break_kernel, fake_gpu, requires_interpreter
 from vitral.data.preprocess import Preprocessing
+from vitral.kernels.embed.kernel import embed_patches_kernel
 from vitral.kernels.embed.op import (
+    BLOCK_M,
+    BOTH_TILES,
     EMBEDDING_PARAMETERS,
+    SMALL_BLOCK_M,
     InferenceEmbedding,
     make_inference_embedding,
     make_training_embedding,
@@ -47,7 +51,9 @@ def test_tokens_of_uint8_images_match_the_model(overrides: dict[str, Any]) -> No
     model, preprocessing = make_model(**overrides)
     images = torch.randint(0, 256, (3, model.config.channels, *model.config.image_size), dtype=torch.uint8)
     expected = model.embed(preprocessing.normalise(images), model.config.grid)
-    torch.testing.assert_close(InferenceEmbedding(model, preprocessing)(images), expected, atol=2e-5, rtol=0)
+    embed = InferenceEmbedding(model, preprocessing)
+    for min_programs in BOTH_TILES:
+        torch.testing.assert_close(embed(images, min_programs), expected, atol=2e-5, rtol=0)
     assert make_inference_embedding(model, preprocessing, GPU, preprocessing.normalise) is not None
 
 
@@ -75,7 +81,9 @@ def test_training_gradients_match_pytorch(overrides: dict[str, Any]) -> None:
 def test_bf16_rounding_passes_the_self_check(overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not support bf16: PyTorch replaces the kernels, with the same rounding."""
 
-    def embed_patches(images: Tensor, weight: Tensor, prefix: Tensor, offsets: Tensor, patch_size: int) -> Tensor:
+    def embed_patches(
+        images: Tensor, weight: Tensor, prefix: Tensor, offsets: Tensor, patch_size: int, **_: Any
+    ) -> Tensor:
         patches = patchify(images, patch_size).float() @ weight.float().t() + offsets
         return torch.cat([prefix.float().expand(len(images), -1, -1), patches], dim=1).to(images.dtype)
 
@@ -118,9 +126,23 @@ def test_unsupported_sizes_have_no_fused_inference_embedding(overrides: dict[str
     assert make_inference_embedding(model, preprocessing, GPU, preprocessing.normalise) is None
 
 
-def test_a_faulty_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def programs(num_patches: int, DIM: int, BLOCK_M: int, BLOCK_N: int, **_: Any) -> tuple[int, int]:
+    return DIM // BLOCK_N, -(-num_patches // BLOCK_M)
+
+
+@pytest.mark.parametrize("block_m", [BLOCK_M, SMALL_BLOCK_M])
+def test_a_kernel_that_is_faulty_for_many_or_few_patches_is_not_used(
+    block_m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, preprocessing = make_model()
-    break_kernel(monkeypatch, "embed", "embed_patches_kernel", lambda *args, **kwargs: args[5].zero_())
+    kernel = embed_patches_kernel
+
+    def launch(*args: Any, **kwargs: Any) -> None:
+        kernel[programs(args[6], **kwargs)](*args, **kwargs)
+        if kwargs["BLOCK_M"] == block_m:
+            args[5].zero_()
+
+    break_kernel(monkeypatch, "embed", "embed_patches_kernel", launch)
     assert make_inference_embedding(model, preprocessing, GPU, preprocessing.normalise) is None
     messages: list[str] = []
     assert make_training_embedding(model.requires_grad_(True), GPU, messages.append) is None

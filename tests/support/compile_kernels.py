@@ -39,7 +39,7 @@ from vitral.kernels.block.op import expand_gelu_supports, post_attention_support
 from vitral.kernels.conv_stem.op import FusedConvStem
 from vitral.kernels.cross_entropy.op import fused_cross_entropy
 from vitral.kernels.dropout.op import Dropout, apply_dropout, draw_seeds
-from vitral.kernels.embed.op import InferenceEmbedding, embed_patches, token_offsets, unfold_patches
+from vitral.kernels.embed.op import BOTH_TILES, InferenceEmbedding, embed_patches, token_offsets, unfold_patches
 from vitral.kernels.encoder import FusedEncoder
 from vitral.kernels.fp8.op import quantize_with_scales
 from vitral.kernels.linear import FP8_WGRAD_MIN_WIDTH
@@ -74,6 +74,7 @@ MODELS: list[dict[str, Any]] = [
     {"image_size": (64, 64), "qk_norm": True, "positions": "rotary", "pooling": "mean"},
     {"image_size": (40, 40), "width": 96, "heads": 4, "qkv_bias": False},
     {"image_size": (224, 224), "patch_size": 16, "width": 768, "heads": 12},
+    {"image_size": (272, 272), "patch_size": 16, "width": 768, "heads": 12},
     {"pooling": "mean", "width": 768, "heads": 12, "activation": "gelu_tanh"},
     {"pooling": "mean", "width": 1024, "heads": 16, "image_size": (64, 64)},
     {"width": 768, "heads": 12, "layer_scale": 0.1, "dropout": 0.1, "key_bias": False, "activation": "quick_gelu"},
@@ -105,10 +106,13 @@ def run_inference(width: int, heads: int, activation: Any) -> None:
     )
     model = ViT(config).bfloat16().eval()
     preprocessing = Preprocessing(image_size=(224, 224), channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
-    tokens = InferenceEmbedding(model, preprocessing)(torch.zeros(1, 3, 224, 224, dtype=torch.uint8))
+    embed = InferenceEmbedding(model, preprocessing)
     images = torch.zeros(1, 3, 224, 224).bfloat16()
     unfold_patches(images, 16, 1)
-    embed_patches(images, model.patch_embedding.project.weight, *token_offsets(model), 16)
+    weight, offsets = model.patch_embedding.project.weight, token_offsets(model)
+    for min_programs in BOTH_TILES:
+        tokens = embed(torch.zeros(1, 3, 224, 224, dtype=torch.uint8), min_programs)
+        embed_patches(images, weight, *offsets, 16, min_programs=min_programs)
     min_tokens = 0 if post_attention_supports(width, 4 * width) else None
     encoder = FusedEncoder(model.encoder, cls_only=True, recompute_threshold=0, fused_block_min_tokens=min_tokens)
     encoder(tokens, config.grid)

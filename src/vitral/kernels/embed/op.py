@@ -26,6 +26,7 @@ from vitral.utils.progress import LogFn
 
 BLOCK_M, BLOCK_K = 128, 64  # patches per program, and values of a patch per step
 SMALL_BLOCK_M, SMALL_BLOCK_N, MIN_PROGRAMS = 32, 64, 132  # smaller blocks if there were fewer programs than SMs
+BOTH_TILES = (0, math.inf)  # values of `min_programs` that select large and small blocks for any number of images
 MIN_PADDED_VALUES = 4 * BLOCK_K  # larger patches may have any size, such as 3·14²; the last step is padded with zeros
 EMBEDDING_PARAMETERS = ("patch_embedding.", "class_token.", "position_embedding.", "registers")  # name prefixes
 EMBEDDING_TOLERANCE = 0.02  # relative error of tokens and gradients: bf16 rounding
@@ -56,9 +57,10 @@ def make_inference_embedding(
     @torch.no_grad()
     def error() -> float:
         images.random_(256)
-        return max_relative_error([embed(images)], [model.embed(normalise(images), model.config.grid)])
+        expected = model.embed(normalise(images), model.config.grid)
+        return max(max_relative_error([embed(images, minimum)], [expected]) for minimum in BOTH_TILES)
 
-    precompile(partial(embed, images))
+    precompile(lambda: [embed(images, minimum) for minimum in BOTH_TILES])
     return None if check_embedding(hardware, error) else embed
 
 
@@ -78,18 +80,22 @@ def make_training_embedding(model: ViT, hardware: Hardware, log: LogFn) -> Embed
     def dry_run() -> None:
         ctx, images = SimpleNamespace(), torch.empty(check_shape(model), device=hardware.device)
         args = images.to(dtype), model.patch_embedding.project.weight, *token_offsets(model), model.config.patch_size
-        EmbedFunction.backward(ctx, EmbedFunction.forward(ctx, *args))
+        for minimum in BOTH_TILES:
+            tokens = EmbedFunction.forward(ctx, *args, minimum)
+        EmbedFunction.backward(ctx, tokens)
+
+    def tokens_and_grads(embed_fn: EmbedFn, images: Tensor) -> list[Tensor]:
+        tokens = embed_fn(images).float()
+        # Positive weights: gradients are then sums that do not cancel.
+        grad = torch.linspace(1, 2, tokens.numel(), device=tokens.device).view_as(tokens)
+        grads = torch.autograd.grad((tokens * grad).sum(), parameters) if parameters else ()
+        return [tokens.detach(), *grads]
 
     def error() -> float:
         images = torch.randn(check_shape(model), device=hardware.device)
-        results: list[list[Tensor]] = []
-        for embed_fn in (embed, partial(model.embed, grid=model.config.grid)):
-            tokens = embed_fn(images).float()
-            # Positive weights: gradients are then sums that do not cancel.
-            grad = torch.linspace(1, 2, tokens.numel(), device=tokens.device).view_as(tokens)
-            grads = torch.autograd.grad((tokens * grad).sum(), parameters) if parameters else ()
-            results.append([tokens.detach(), *grads])
-        return max_relative_error(*results)
+        expected = tokens_and_grads(partial(model.embed, grid=model.config.grid), images)
+        outputs = [tokens_and_grads(partial(embed, min_programs=minimum), images) for minimum in BOTH_TILES]
+        return max(max_relative_error(output, expected) for output in outputs)
 
     precompile(dry_run)
     was_training = model.dropout.training
@@ -143,16 +149,17 @@ class InferenceEmbedding:
             self.prefix, patch_offsets = token_offsets(model)
             self.patch_offsets = patch_offsets.float().contiguous()
 
-    def __call__(self, images_BCHW: Tensor) -> Tensor:
+    def __call__(self, images_BCHW: Tensor, min_programs: float = MIN_PROGRAMS) -> Tensor:
+        scale_shift = self.scale, self.shift
         return embed_patches(
-            images_BCHW, self.weight, self.prefix, self.patch_offsets, self.patch_size, (self.scale, self.shift)
+            images_BCHW, self.weight, self.prefix, self.patch_offsets, self.patch_size, scale_shift, min_programs
         )
 
 
-def embed_images(model: ViT, dtype: torch.dtype, images_BCHW: Tensor) -> Tensor:
+def embed_images(model: ViT, dtype: torch.dtype, images_BCHW: Tensor, *, min_programs: float = MIN_PROGRAMS) -> Tensor:
     """Normalised images to tokens, with gradients for all parameters of the embedding."""
     args = images_BCHW.to(dtype), model.patch_embedding.project.weight, *token_offsets(model), model.config.patch_size
-    tokens: Tensor = EmbedFunction.apply(*args)  # type: ignore[no-untyped-call]
+    tokens: Tensor = EmbedFunction.apply(*args, min_programs)  # type: ignore[no-untyped-call]
     return tokens
 
 
@@ -161,13 +168,14 @@ class EmbedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, images_BCHW: Tensor, weight: Tensor, prefix: Tensor, patch_offsets: Tensor, patch_size: int
-    ) -> Tensor:
+        ctx: Any, images_BCHW: Tensor, weight: Tensor, prefix: Tensor, patch_offsets: Tensor, patch_size: int,
+        min_programs: float,
+    ) -> Tensor:  # fmt: skip
         ctx.images, ctx.num_prefix, ctx.patch_size = images_BCHW, len(prefix), patch_size
         ctx.trains_weight, ctx.num_values = weight.requires_grad, weight.shape[1]
-        dtype = images_BCHW.dtype
+        dtype, offsets = images_BCHW.dtype, patch_offsets.float().contiguous()
         return embed_patches(
-            images_BCHW, weight.to(dtype), prefix.to(dtype), patch_offsets.float().contiguous(), patch_size
+            images_BCHW, weight.to(dtype), prefix.to(dtype), offsets, patch_size, min_programs=min_programs
         )
 
     @staticmethod
@@ -178,20 +186,23 @@ class EmbedFunction(torch.autograd.Function):
         if ctx.trains_weight:
             patches = unfold_patches(ctx.images, ctx.patch_size, ctx.num_prefix)
             grad_weight = weight_gradient(grad_out.flatten(0, 1), patches)[:, : ctx.num_values].contiguous()
-        return None, grad_weight, grad_offsets[: ctx.num_prefix], grad_offsets[ctx.num_prefix :], None
+        return None, grad_weight, grad_offsets[: ctx.num_prefix], grad_offsets[ctx.num_prefix :], None, None
 
 
 def embed_patches(
     images_BCHW: Tensor, weight_DK: Tensor, prefix_FD: Tensor, patch_offsets_ND: Tensor, patch_size: int,
-    scale_shift: tuple[Tensor, Tensor] | None = None,
+    scale_shift: tuple[Tensor, Tensor] | None = None, min_programs: float = MIN_PROGRAMS,
 ) -> Tensor:  # fmt: skip
-    """Tokens (B, F + N, D). `scale_shift`: pixels·scale + shift normalises the K values of a patch."""
+    """Tokens (B, F + N, D). `scale_shift`: pixels·scale + shift normalises the K values of a patch.
+
+    Blocks are smaller if there were fewer than `min_programs` large ones.
+    """
     (B, C, H, W), (N, D), num_prefix = images_BCHW.shape, patch_offsets_ND.shape, len(prefix_FD)
     tokens = weight_DK.new_empty(B, num_prefix + N, D)
     if num_prefix:
         tokens[:, :num_prefix] = prefix_FD
     block_m, block_n = BLOCK_M, min(D & -D, 128)  # a power of two that divides D
-    if triton.cdiv(B * N, block_m) * (D // block_n) < MIN_PROGRAMS:
+    if triton.cdiv(B * N, block_m) * (D // block_n) < min_programs:
         block_m, block_n = SMALL_BLOCK_M, min(block_n, SMALL_BLOCK_N)
     launch(kernels.embed_patches_kernel, (D // block_n, triton.cdiv(B * N, block_m)))(
         images_BCHW.contiguous(), *(scale_shift or (None, None)), weight_DK, patch_offsets_ND, tokens, B * N,
