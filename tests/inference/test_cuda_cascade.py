@@ -109,6 +109,7 @@ def test_a_benchmark_calibrates_and_auto_uses_it(model: ViT, images: Tensor, tmp
     assert (choice.name, choice.precision, choice.reason) == ("fp8-cascade", "fp8", "1.4x bf16")
     assert isinstance(choice.engine, CudaCascadeEngine)
     assert choice.engine.margin == result.margins["fp8"]
+    assert [*choice.engine.fast.graphs] == [(1, False), (16, False)], "those that the cascade replays"
     expected = fp32_logits(model, images)
     is_tie = expected.topk(2).values.diff(dim=1).flatten().abs() < 5e-3  # for fp16
     assert torch.equal(choice.logits(images).argmax(1)[~is_tie], expected.argmax(1)[~is_tie])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import CompileOption, Hardware, PrecisionOption, select_hardware
@@ -14,7 +15,7 @@ from vitral.errors import VitralError
 from vitral.inference.bench_results import BenchResult, bench_hint, benched_device, load_bench_results
 from vitral.inference.cuda_cascade import build_fp8_cascade
 from vitral.inference.cuda_engine import CudaEngine
-from vitral.inference.engine import Engine, EngineChoice, EngineName, reference_engine
+from vitral.inference.engine import EngineChoice, EngineName, reference_engine
 from vitral.models.vit import ViT
 
 CUDA_BATCH_SIZE = 256
@@ -60,7 +61,7 @@ def select_fp8_cascade(
     try:
         engine = build_fp8_cascade(model, preprocessing, hardware, bench.margins["fp8"])
         for part in (engine.fast, engine.accurate):
-            warm_up(part, preprocessing, (1, 16))
+            warm_up(part.compute, preprocessing, engine.fast.hardware.device, (1, 16))
     except RuntimeError as error:
         raise VitralError(f"fp8-cascade engine unavailable: {_first_line(error)}", "Use --engine bf16") from error
     return EngineChoice(
@@ -73,10 +74,12 @@ def select_fp8_cascade(
     )
 
 
-def warm_up(engine: Engine, preprocessing: Preprocessing, batch_sizes: Iterable[int]) -> None:
+def warm_up(
+    compute: Callable[[Tensor], Tensor], preprocessing: Preprocessing, device: torch.device, batch_sizes: Iterable[int]
+) -> None:
     C, (H, W) = preprocessing.channels, preprocessing.image_size
     for batch_size in batch_sizes:
-        engine(torch.zeros(batch_size, C, H, W, dtype=preprocessing.torch_dtype))
+        compute(torch.zeros(batch_size, C, H, W, dtype=preprocessing.torch_dtype, device=device))
 
 
 def _first_line(error: Exception) -> str:
@@ -102,7 +105,7 @@ def select_cuda_engine(
     try:
         engine = CudaEngine(model, preprocessing, hardware)
         # Fused kernels have a separate code path for token counts that are multiples of 16.
-        warm_up(engine, preprocessing, (1, 16) if hardware.use_triton else (1,))
+        warm_up(engine, preprocessing, hardware.device, (1, 16) if hardware.use_triton else (1,))
     except RuntimeError as error:
         message = _first_line(error)
         if hardware.fp8:
