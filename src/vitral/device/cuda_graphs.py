@@ -211,7 +211,8 @@ def capture_forward(
             pinned.copy_(output, non_blocking=True)
 
     def replay(tensor: Tensor) -> Tensor:
-        example.copy_(tensor)
+        with torch.inference_mode():  # the capture may have been in this mode, whose tensors change in it only
+            example.copy_(tensor)
         graph.replay()
         if pinned is None:
             return output.clone()
