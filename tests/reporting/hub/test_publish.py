@@ -104,6 +104,16 @@ def test_class_names_and_preprocessing_are_preserved(run, tmp_path):
         assert score == pytest.approx(logits.softmax(dim=1)[0, row].item(), abs=1e-5)
 
 
+def test_a_note_says_that_the_calibration_is_lost(run, tmp_path):
+    model, config = load_model(run)
+    for temperature in (1.0, 2.0):
+        calibration = replace(config.calibration, temperature=temperature)
+        save_model(tmp_path / f"{temperature}", model, replace(config, calibration=calibration))
+        result = push(tmp_path / f"{temperature}", "hf:me/insects", dry_run=True)
+        is_noted = any("timm format does not contain the calibration (temperature" in note for note in result.notes)
+        assert is_noted == (temperature != 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "variant", "reason"),
     [

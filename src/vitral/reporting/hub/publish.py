@@ -10,6 +10,7 @@ import torch
 
 from vitral import bundled, weights
 from vitral.errors import VitralError
+from vitral.models.calibration import Calibration
 from vitral.recipes.checkpoint_options import NO_OPTIONS, CheckpointOptions
 from vitral.recipes.schema import recipe_from_dict
 from vitral.reporting.hub.model_card import LOADED_BY, RECIPE_FILE, RunRecord, render_model_card
@@ -87,6 +88,9 @@ def push(
         atomic_write(output / "README.md", render_model_card(config, record, repository, family, notes, license))
         if record.recipe:
             atomic_write(output / RECIPE_FILE, recipe_from_dict(record.recipe).to_toml())
+        if family != "vitral" and config.calibration != Calibration():
+            lost = "temperature, prediction sets and OOD threshold"
+            notes.append(f"the {family} format does not contain the calibration ({lost})")
         files = tuple((file.name, file.stat().st_size) for file in sorted(output.iterdir()))
         url = None if dry_run else hub.upload(output, repository, private=private, revision=revision)
     return PushResult(loaded_by=LOADED_BY[family], files=files, notes=tuple(notes), url=url)
