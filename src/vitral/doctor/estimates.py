@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from vitral.analysis.cost import activation_bytes
 from vitral.data.preprocess import Preprocessing
 from vitral.device.select import Hardware, select_hardware
 from vitral.device.threads import select_threads, thread_count
+from vitral.distributed.world import SINGLE_PROCESS
 from vitral.doctor.step_times import time_steps
 from vitral.recipes.schema import Recipe
 from vitral.training.backend import make_backend
@@ -40,12 +42,16 @@ class TimeEstimate(NamedTuple):
 def estimate_seconds(
     recipe: Recipe, num_train: int, num_images: int, max_seconds: float = BENCHMARK_SECONDS
 ) -> TimeEstimate:
-    """Estimate the duration of the whole training from steps on random pixels, with the threads of a real run."""
+    """Estimate the duration of the whole training in one process from steps on random pixels.
+
+    They run with the threads of a real run.
+    """
     steps = max(num_train // recipe.batch_size, 1)
     total_steps = steps * recipe.epochs
     hardware = select_hardware(
         device=recipe.device, precision=recipe.precision, compile="no", width=recipe.model.width, steps=total_steps
     )
+    hardware = replace(hardware, world=SINGLE_PROCESS)  # one of several ranks chooses a checkpoint for all
     preprocessing, has_gpu = make_preprocessing(recipe), hardware.gpu_memory_bytes is not None
     batch_size = recipe.batch_size if has_gpu else min(recipe.batch_size, CPU_BENCHMARK_BATCH)
     images, labels = _random_batch(recipe, preprocessing, batch_size, hardware.device)
