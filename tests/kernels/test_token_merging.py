@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from support.triton_interpreter import (
+    break_kernel,
     emulate_fp8_gemms,
     fake_gpu,
     relative_difference,
@@ -16,8 +17,10 @@ from support.triton_interpreter import (
 )
 from vitral.data.preprocess import Preprocessing
 from vitral.inference.cuda_engine import CudaEngine
+from vitral.kernels.attention.kernel import attention_forward_kernel
+from vitral.kernels.attention.op import BLOCK_M, FEW_TOKENS
 from vitral.kernels.encoder import FusedEncoder
-from vitral.kernels.token_merging import FusedTokenMerging
+from vitral.kernels.token_merging import FusedTokenMerging, unsupported_reason
 from vitral.models.token_merging import TokenMergingViT
 
 pytestmark = [requires_interpreter, pytest.mark.slow]
@@ -53,6 +56,20 @@ def test_the_fused_encoder_merges_like_the_reference(
         assert expected_sizes is not None
         assert torch.equal(sizes, expected_sizes)
         assert relative_difference(actual, expected) < 1e-4
+
+
+def test_attention_to_many_tokens_is_checked_if_the_model_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = attention_forward_kernel
+
+    def launch(*args: Any, NUM_TOKENS: int, NUM_HEADS: int, BLOCK_N: int, **options: Any) -> None:
+        if NUM_TOKENS > FEW_TOKENS:
+            raise RuntimeError("out of shared memory")
+        grid = len(args[0]) // NUM_TOKENS * NUM_HEADS * -(-NUM_TOKENS // BLOCK_M)
+        kernel[(grid,)](*args, NUM_TOKENS=NUM_TOKENS, NUM_HEADS=NUM_HEADS, BLOCK_N=BLOCK_N, **options)
+
+    break_kernel(monkeypatch, "attention", "attention_forward_kernel", launch)
+    reasons = [unsupported_reason(small_model(image_size)[0], fake_gpu(precision="fp32")) for image_size in (16, 68)]
+    assert reasons == [None, "the kernel failed: out of shared memory"]
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
