@@ -257,6 +257,11 @@ def test_unknown_name_lists_the_bundled_models(empty_cwd, command, arguments, wh
     assert "mnist" in lines[1]
 
 
+def test_a_missing_run_is_not_looked_for_on_the_hub(empty_cwd, command):
+    lines = command("predict", "runs/mine", "x.png")[2].splitlines()
+    assert lines == ["error: no run or model folder runs/mine", "       Create one with: vitral train mnist"]
+
+
 def test_help_lists_the_bundled_models(command):
     names = ", ".join(bundled.model_names())
     for arguments in (["--help"], ["predict", "--help"], ["serve", "--help"], ["walk", "--help"]):

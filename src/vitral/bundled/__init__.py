@@ -14,7 +14,7 @@ from vitral.errors import did_you_mean, unknown_name_error
 
 PREFIX = "bundled:"
 BUNDLED_DIR = Path(__file__).parent
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_NAME = re.compile(r"(?!runs/)[A-Za-z0-9][\w.-]*/[\w.-]+")  # runs: the default folder, also where it is missing
 TIMM_NAME = re.compile(r"(timm/)?(vit|deit3?|beit|eva02|flexivit|samvit)_[\w.]+")
 TIMM_EXAMPLE = "hf:timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"
 
