@@ -175,7 +175,11 @@ def test_all_methods_are_measured_reproducibly(cpu: Hardware) -> None:
     split = textures(24, seed=4)
     messages: list[str] = []
     methods = ["attention", "rollout", "relevance", "occlusion"]
-    result = f.measure_faithfulness(make_predictor(cpu), split, methods, num_images=8, num_pairs=6, log=messages.append)
+    result = f.measure_faithfulness(
+        make_predictor(cpu), split, methods, num_images=8, num_pairs=6, log=messages.append,
+        on_estimate=lambda seconds: messages.append(f"{seconds > 0}"),
+    )  # fmt: skip
+    assert messages.pop(0) == "True", "the expected duration comes first"
     assert messages == [row.method for row in result.rows] == [*methods, "random"]
     assert result.images == 8
     assert result.pairs <= 6

@@ -47,6 +47,7 @@ NUM_RESAMPLES = 2000
 RANDOM = "random"  # name of the baseline
 NUM_RANDOM_MAPS = 4  # random heatmaps per image
 PAIRS_TO_TRY = 4  # per pair that is counted
+PAIR_COST = 2.2  # of the forward pass of a pair, which has twice as many tokens, relative to one image
 MIN_IMAGES = 10  # for a recommendation; the bootstrap interval of fewer images or pairs is too narrow
 Test = Literal["deletion", "insertion", "pointing"]
 
@@ -106,8 +107,12 @@ def measure_faithfulness(
     num_images: int = 64,
     num_pairs: int = 64,
     log: Callable[[str], None] = lambda name: None,
+    on_estimate: Callable[[float], None] = lambda seconds: None,
 ) -> FaithfulnessResult:
-    """Run all tests for all methods on random images of `split`, which must have the model's input size."""
+    """Run all tests for all methods on random images of `split`, which must have the model's input size.
+
+    `on_estimate` receives the expected duration before the tests, `log` the name of each method.
+    """
     if not len(split):
         raise VitralError("no images to measure faithfulness on", "Pass a dataset or a folder with images")
     if num_images < 1 or num_pairs < 0:
@@ -119,14 +124,19 @@ def measure_faithfulness(
     model, rng = predictor.model, torch.Generator().manual_seed(0)
     indices = torch.randperm(len(split), generator=rng)[:num_images]
     images = normalise_images(predictor, split.images[indices])
+    started = time.perf_counter()
     predicted = batched_logits(model, images).argmax(dim=1)
+    seconds_per_image = (time.perf_counter() - started) / len(images)
+    maps = {name: heatmap_fn(model, name, rng) for name in methods}
+    on_estimate(estimate_seconds(model, maps, images[:1], predicted[:1], seconds_per_image, len(images), num_pairs))
+    maps[RANDOM] = heatmap_fn(model, RANDOM, rng)
     pair_model = widen_for_pair(model)
     pair_images, pair_classes = recognised_pairs(predictor, pair_model, split, num_pairs, rng)
     scores: dict[str, _Scores] = {}
     for name in (*methods, RANDOM):
         log(name)
         scores[name] = _score_method(
-            (heatmap_fn(model, name, rng), heatmap_fn(pair_model, name, rng)),
+            (maps[name], heatmap_fn(pair_model, name, rng)),
             model,
             (images, predicted),
             (pair_images, pair_classes),
@@ -135,6 +145,21 @@ def measure_faithfulness(
     rows = tuple(method_score(name, each, scores[RANDOM]) for name, each in scores.items())
     best = recommend(rows, len(images), len(pair_images))
     return FaithfulnessResult(rows=rows, images=len(images), pairs=len(pair_images), best=best)
+
+
+def estimate_seconds(
+    model: ViT, maps: Mapping[str, HeatmapFn], image_1CHW: Tensor, target_1: Tensor, seconds_per_image: float,
+    num_images: int, num_pairs: int,
+) -> float:  # fmt: skip
+    """Expected duration of all tests, from the time of a forward pass and of one heatmap of each method."""
+    started = time.perf_counter()
+    for heatmaps in maps.values():
+        heatmaps(image_1CHW, target_1)
+    seconds_per_heatmap = time.perf_counter() - started
+    curve_points = min(math.prod(model.config.grid), MAX_CURVE_POINTS) + 1
+    curves = (len(maps) + NUM_RANDOM_MAPS) * 2 * curve_points * num_images
+    pairs = 2 * PAIR_COST * num_pairs
+    return (curves + PAIRS_TO_TRY * pairs) * seconds_per_image + (num_images + pairs) * seconds_per_heatmap
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -155,6 +155,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     check_inputs(args.model, data=data, labels=args.labels)
     check_output(args.out)
     from vitral.evaluation.data import load_eval_target
+    from vitral.evaluation.time_estimate import duration_text
     from vitral.explain import faithfulness, load_explainable
     from vitral.inference.task_support import require_task
     from vitral.reporting.figures.faithfulness import plot_faithfulness
@@ -171,6 +172,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
     available = sum(map(len, target.source_splits))
     sample = f"{min(args.images, len(target.split)):,} of {available:,} {target.noun} of {target.dataset.name}"
     print_notes([*target.notes, sample])
+    device = predictor.hardware.device.type
     with status_line() as log:
         result = faithfulness.measure_faithfulness(
             target.predictor,
@@ -179,6 +181,7 @@ def measure_faithfulness(args: ExplainArgs, data: str) -> int:
             num_images=args.images,
             num_pairs=args.images,
             log=lambda name: log(f"Testing {name}"),
+            on_estimate=lambda seconds: print_notes([f"{len(methods)} methods: {duration_text(seconds, device)}"]),
         )
     if args.json:
         print(dump_json(faithfulness_to_dict(result)))
