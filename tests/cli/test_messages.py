@@ -150,4 +150,4 @@ def test_missing_downloads_are_announced(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("VITRAL_HOME", str(tmp_path / "empty"))
     messages.announce_downloads("mnist", None, "mnist", "digits", "somewhere/photos")
-    assert capsys.readouterr().err == "  downloading mnist (55 MB)\n"
+    assert capsys.readouterr().err == "  downloading mnist (55 MB on disk)\n"
