@@ -47,7 +47,6 @@ NUM_RESAMPLES = 2000
 RANDOM = "random"  # name of the baseline
 NUM_RANDOM_MAPS = 4  # random heatmaps per image
 PAIRS_TO_TRY = 4  # per pair that is counted
-PAIR_COST = 2.2  # of the forward pass of a pair, which has twice as many tokens, relative to one image
 MIN_IMAGES = 10  # for a recommendation; the bootstrap interval of fewer images or pairs is too narrow
 Test = Literal["deletion", "insertion", "pointing"]
 
@@ -127,16 +126,16 @@ def measure_faithfulness(
     started = time.perf_counter()
     predicted = batched_logits(model, images).argmax(dim=1)
     seconds_per_image = (time.perf_counter() - started) / len(images)
-    maps = {name: heatmap_fn(model, name, rng) for name in methods}
-    on_estimate(estimate_seconds(model, maps, images[:1], predicted[:1], seconds_per_image, len(images), num_pairs))
-    maps[RANDOM] = heatmap_fn(model, RANDOM, rng)
     pair_model = widen_for_pair(model)
+    heatmaps = {name: (heatmap_fn(model, name, rng), heatmap_fn(pair_model, name, rng)) for name in methods}
+    on_estimate(estimate_seconds(model, heatmaps, images[:1], predicted[:1], seconds_per_image, len(images), num_pairs))
+    heatmaps[RANDOM] = heatmap_fn(model, RANDOM, rng), heatmap_fn(pair_model, RANDOM, rng)
     pair_images, pair_classes = recognised_pairs(predictor, pair_model, split, num_pairs, rng)
     scores: dict[str, _Scores] = {}
     for name in (*methods, RANDOM):
         log(name)
         scores[name] = _score_method(
-            (maps[name], heatmap_fn(pair_model, name, rng)),
+            heatmaps[name],
             model,
             (images, predicted),
             (pair_images, pair_classes),
@@ -148,18 +147,22 @@ def measure_faithfulness(
 
 
 def estimate_seconds(
-    model: ViT, maps: Mapping[str, HeatmapFn], image_1CHW: Tensor, target_1: Tensor, seconds_per_image: float,
-    num_images: int, num_pairs: int,
+    model: ViT, heatmaps: Mapping[str, tuple[HeatmapFn, HeatmapFn]], image_1CHW: Tensor, target_1: Tensor,
+    seconds_per_image: float, num_images: int, num_pairs: int,
 ) -> float:  # fmt: skip
-    """Expected duration of all tests, from the time of a forward pass and of one heatmap of each method."""
+    """Expected duration of all tests, from the time of a forward pass and of two heatmaps of each method."""
     started = time.perf_counter()
-    for heatmaps in maps.values():
-        heatmaps(image_1CHW, target_1)
-    seconds_per_heatmap = time.perf_counter() - started
+    for of_image, _ in heatmaps.values():
+        of_image(image_1CHW, target_1)
+    seconds_per_heatmap, started = time.perf_counter() - started, time.perf_counter()
+    pair = torch.cat([image_1CHW, image_1CHW], dim=3)
+    for _, of_pair in heatmaps.values() if num_pairs else ():
+        of_pair(pair, target_1)
+    seconds_per_pair = time.perf_counter() - started
     curve_points = min(math.prod(model.config.grid), MAX_CURVE_POINTS) + 1
-    curves = (len(maps) + NUM_RANDOM_MAPS) * 2 * curve_points * num_images
-    pairs = 2 * PAIR_COST * num_pairs
-    return (curves + PAIRS_TO_TRY * pairs) * seconds_per_image + (num_images + pairs) * seconds_per_heatmap
+    passes = (len(heatmaps) + NUM_RANDOM_MAPS) * 2 * curve_points * num_images
+    passes += 2 * PAIRS_TO_TRY * num_pairs * 2  # a pair has twice as many tokens
+    return passes * seconds_per_image + num_images * seconds_per_heatmap + 2 * num_pairs * seconds_per_pair
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
