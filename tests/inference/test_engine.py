@@ -31,7 +31,7 @@ from vitral.inference.bench_results import BenchResult, BenchRow, load_bench_res
 from vitral.inference.cascade import CascadeEngine, cascade_margin, margin_for_agreement
 from vitral.inference.cpu_blocks import Int8Block
 from vitral.inference.cpu_engine import CpuEngine, CpuPrecision
-from vitral.inference.cuda_engine import MAX_HOST_GRAPH, CudaEngine
+from vitral.inference.cuda_engine import MAX_BATCH_TO_HOST, CudaEngine
 from vitral.inference.engine import ReferenceEngine
 from vitral.inference.engine_selection import build_engine, select_cpu_engine, select_engine
 from vitral.inference.gpu_selection import cuda_hardware, select_cuda_engine
@@ -368,7 +368,7 @@ def test_the_cuda_engine_pads_batches_and_agrees_with_the_model() -> None:
     torch.testing.assert_close(engine(images), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(engine.compute(images), expected, atol=1e-5, rtol=1e-4)
     assert engine(images[:1]).shape == (1, 5)
-    many = smooth_images(MAX_HOST_GRAPH + 1)
+    many = smooth_images(MAX_BATCH_TO_HOST + 1)
     torch.testing.assert_close(engine(many), reference_logits(model, preprocessing, many), atol=1e-5, rtol=1e-4)
     assert [*engine.graphs] == [(12, True), (12, False), (1, True), (24, False)]
     with torch.inference_mode():

@@ -37,6 +37,7 @@ from vitral.data.unlabelled_sources import FilesPart, Source, SourcePart, distin
 from vitral.data.unlabelled_sources import as_sources as as_sources
 from vitral.data.variable_images import VariableSizeImages, chain_images, resize_pixels
 from vitral.errors import VitralError, truncate_list
+from vitral.utils.text import count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +120,8 @@ def check_batch_size(dataset: Dataset, batch_size: int) -> None:
     """Raise VitralError if the images are fewer than a batch, with the largest power of two that fits."""
     count = len(dataset.train)
     if count < batch_size:
-        images = "1 image" if count == 1 else f"{count:,} images"
         raise VitralError(
-            f"{dataset.name} has {images}, fewer than the batch size of {batch_size:,}",
+            f"{dataset.name} has {count_text(count, 'image')}, fewer than the batch size of {batch_size:,}",
             f"Use --batch-size {2 ** (count.bit_length() - 1)}, or add images",
         )
 

@@ -176,7 +176,7 @@ def aligned(num_elements: int) -> int:
 def reduce_op(device: torch.device, world: World) -> Any:
     """NCCL averages; with gloo the sum is divided afterwards (`wait_and_average`).
 
-    For a single rank, NCCL's average is a slow kernel of its own, and its sum does nothing.
+    For a single rank, NCCL averages with a slow kernel, while its sum does nothing.
     """
     averages = communication_backend(device) == "nccl" and world.size > 1
     return dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Literal
@@ -106,7 +106,7 @@ def measure_faithfulness(
     num_images: int = 64,
     num_pairs: int = 64,
     log: Callable[[str], None] = lambda name: None,
-    on_estimate: Callable[[float], None] = lambda seconds: None,
+    on_estimate: Callable[[float], None] | None = None,
 ) -> FaithfulnessResult:
     """Run all tests for all methods on random images of `split`, which must have the model's input size.
 
@@ -128,7 +128,9 @@ def measure_faithfulness(
     seconds_per_image = (time.perf_counter() - started) / len(images)
     pair_model = widen_for_pair(model)
     heatmaps = {name: (heatmap_fn(model, name, rng), heatmap_fn(pair_model, name, rng)) for name in methods}
-    on_estimate(estimate_seconds(model, heatmaps, images[:1], predicted[:1], seconds_per_image, len(images), num_pairs))
+    if on_estimate is not None:
+        first = images[:1], predicted[:1]
+        on_estimate(expected_seconds(model, heatmaps, *first, seconds_per_image, len(images), num_pairs))
     heatmaps[RANDOM] = heatmap_fn(model, RANDOM, rng), heatmap_fn(pair_model, RANDOM, rng)
     pair_images, pair_classes = recognised_pairs(predictor, pair_model, split, num_pairs, rng)
     scores: dict[str, _Scores] = {}
@@ -146,23 +148,26 @@ def measure_faithfulness(
     return FaithfulnessResult(rows=rows, images=len(images), pairs=len(pair_images), best=best)
 
 
-def estimate_seconds(
+def expected_seconds(
     model: ViT, heatmaps: Mapping[str, tuple[HeatmapFn, HeatmapFn]], image_1CHW: Tensor, target_1: Tensor,
     seconds_per_image: float, num_images: int, num_pairs: int,
 ) -> float:  # fmt: skip
     """Expected duration of all tests, from the time of a forward pass and of two heatmaps of each method."""
-    started = time.perf_counter()
-    for of_image, _ in heatmaps.values():
-        of_image(image_1CHW, target_1)
-    seconds_per_heatmap, started = time.perf_counter() - started, time.perf_counter()
-    pair = torch.cat([image_1CHW, image_1CHW], dim=3)
-    for _, of_pair in heatmaps.values() if num_pairs else ():
-        of_pair(pair, target_1)
-    seconds_per_pair = time.perf_counter() - started
+
+    def seconds(functions: Iterable[HeatmapFn], images: Tensor) -> float:
+        started = time.perf_counter()
+        for function in functions:
+            function(images, target_1)
+        return time.perf_counter() - started
+
+    of_images, of_pairs = ([pair[i] for pair in heatmaps.values()] for i in (0, 1))
     curve_points = min(math.prod(model.config.grid), MAX_CURVE_POINTS) + 1
-    passes = (len(heatmaps) + NUM_RANDOM_MAPS) * 2 * curve_points * num_images
-    passes += 2 * PAIRS_TO_TRY * num_pairs * 2  # a pair has twice as many tokens
-    return passes * seconds_per_image + num_images * seconds_per_heatmap + 2 * num_pairs * seconds_per_pair
+    forward_passes = (len(heatmaps) + NUM_RANDOM_MAPS) * 2 * curve_points * num_images
+    forward_passes += 2 * PAIRS_TO_TRY * num_pairs * 2  # a pair has twice as many tokens
+    total = forward_passes * seconds_per_image + num_images * seconds(of_images, image_1CHW)
+    if num_pairs:
+        total += 2 * num_pairs * seconds(of_pairs, torch.cat([image_1CHW, image_1CHW], dim=3))
+    return total
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -23,7 +23,7 @@ from vitral.models.vit import ViT
 # Batches are padded to one of these; one graph is captured for each.
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # Up to this many images, the copy of the logits to the host is part of the graph, which saves two launches.
-MAX_HOST_GRAPH = 16
+MAX_BATCH_TO_HOST = 16
 # Hidden MLP activations of a whole batch (256 images for B/16). Larger batches are not faster and use more memory.
 MAX_HIDDEN_ACTIVATIONS = 160_000_000
 
@@ -115,7 +115,7 @@ class CudaEngine:
 
     @torch.no_grad()  # tensors of inference mode could not be used in later gradients
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        if len(images_BCHW) <= min(MAX_HOST_GRAPH, self.max_batch_size):
+        if len(images_BCHW) <= min(MAX_BATCH_TO_HOST, self.max_batch_size):
             return to_pinned_cpu(self._replay(images_BCHW.to(self.hardware.device, non_blocking=True), to_host=True))
         return to_pinned_cpu(self.compute(images_BCHW))
 

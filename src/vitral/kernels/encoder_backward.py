@@ -238,9 +238,9 @@ class BackwardPass:
         if saved.lse is not None:
             q, k, v = saved.attn_inputs
             grad_qkv = attention_backward(q, k, v, saved.attn_out, saved.lse, grad_out, num_heads, T)
-            grads_BhTd = split_heads(grad_qkv, num_heads, T)
         elif is_short:
             grad_qkv = short_attention_backward(saved.qkv, grad_out, num_heads, T, qk_norm, self.rope)
+        if grad_qkv is not None:
             grads_BhTd = split_heads(grad_qkv, num_heads, T)
         else:  # PyTorch's attention
             grad_q, grad_k, grad_v = torch.autograd.grad(saved.attn_out, saved.attn_inputs, grad_out)

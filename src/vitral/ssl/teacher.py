@@ -18,6 +18,7 @@ from vitral.data.preprocess import Preprocessing
 from vitral.errors import VitralError, truncate_list
 from vitral.models.variants.ensemble import EnsembleViT
 from vitral.models.vit import ViT
+from vitral.utils.text import count_text
 
 LUMA = (0.299, 0.587, 0.114)  # ITU-R 601, as in Pillow
 EXPECTED_FEATURES = (
@@ -149,8 +150,8 @@ def _output_error(name: str, output: Any, num_images: int) -> VitralError:
     actual = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
     if isinstance(output, Mapping):
         actual += f" with {truncate_list([str(key) for key in output], 4)}"
-    images = "1 image" if num_images == 1 else f"{num_images} images"
-    return VitralError(f"the teacher {name} returned {actual} for {images}", f"Expected {EXPECTED_FEATURES}")
+    what = f"the teacher {name} returned {actual} for {count_text(num_images, 'image')}"
+    return VitralError(what, f"Expected {EXPECTED_FEATURES}")
 
 
 def convert_images(images_BCHW: Tensor, source: Preprocessing, target: Preprocessing) -> Tensor:

@@ -19,6 +19,7 @@ from vitral.errors import VitralError, truncate_list
 from vitral.models.uninitialized import meta_state_dict
 from vitral.models.vit import ViTConfig
 from vitral.runs.model_io import check_depth, check_finite
+from vitral.utils.text import count_text
 from vitral.weights.checkpoint import NO_HEAD, Checkpoint, describe_architecture, unsupported_model_error
 from vitral.weights.files import RawCheckpoint
 from vitral.weights.interpretation import Interpretation
@@ -111,7 +112,7 @@ def infer_patch_shape(num_values: int, num_patches: int | None, reading: Interpr
         side = math.isqrt(num_values // candidate)
         if candidate * side**2 == num_values:
             if channels is None:
-                text = f"{candidate} {'channel' if candidate == 1 else 'channels'} in patches of {side}×{side}"
+                text = f"{count_text(candidate, 'channel')} in patches of {side}×{side}"
                 reading.assume(text, "channels")
             return candidate, side
     expected = "1 or 3 channels" if channels is None else f"{channels} channels"

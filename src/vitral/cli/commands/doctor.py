@@ -11,6 +11,7 @@ from vitral.cli.options import AUTO
 from vitral.cli.parsing import Command, argument, option
 from vitral.errors import VitralError
 from vitral.utils.json_toml import dump_json
+from vitral.utils.text import count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ def doctor(args: DoctorArgs) -> int:
 
         tables.print_diagnosis(diagnosis, recommendation)
         if args.fix_list:
-            print(f"\nWrote {args.fix_list} ({num_rows:,} {'row' if num_rows == 1 else 'rows'})")
+            print(f"\nWrote {args.fix_list} ({count_text(num_rows, 'row')})")
         if args.clean is not None:
             removed = f"without {count} files" if (count := len(diagnosis.removals)) else "nothing had to be removed"
             print(f"\nWrote {args.clean}: {num_kept:,} images, {removed}")

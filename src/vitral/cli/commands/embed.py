@@ -20,6 +20,7 @@ from vitral.cli.messages import (
 from vitral.cli.options import EngineFlag, checkpoint_flags
 from vitral.cli.output import exit_status
 from vitral.cli.parsing import Command, argument, option, required_option
+from vitral.utils.text import count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def embed(args: EmbedArgs) -> int:
     for error in errors:
         print(f"error: {error}", file=sys.stderr)
     names = f", file names in {names_path(args.out)}" if args.out.suffix.lower() == ".npy" else ""
-    print(f"Wrote {args.out} ({count:,} {'image' if count == 1 else 'images'}){names}")
+    print(f"Wrote {args.out} ({count_text(count, 'image')}){names}")
     return exit_status(len(errors), count + len(errors))
 
 

@@ -85,7 +85,8 @@ def quantize_and_sum(
     if len(parts) > 1 and parts[0].shape[1] % 64:  # a block of columns would cross two of them
         parts = (torch.cat(parts, dim=1),)
     M, part_cols = parts[0].shape
-    N, x_fp8 = len(parts) * part_cols, empty_fp8(parts[0], len(parts) * part_cols) if fp8 else None
+    N = len(parts) * part_cols
+    x_fp8 = empty_fp8(parts[0], N) if fp8 else None
     block_rows, num_warps = (2 if N < 2048 else 1, triton.next_power_of_2(triton.cdiv(N, 3072))) if fp8 else (1, 4)
     block_cols = min(part_cols & -part_cols, 1024) if part_cols % 64 == 0 else 128
     num_programs = num_partial_sums(M, block_rows)
